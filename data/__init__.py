@@ -1,0 +1,1 @@
+"""Sudoku puzzles: rules (`sudoku`), generation (`generate`), symmetries (`symmetry`), data sets (`build`), `sampler`."""

@@ -1,0 +1,70 @@
+"""Training rows in random order with augmentation, as a function of the draw's number alone."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from data.arrays import Split
+from data.sudoku import Box
+from data.symmetry import augment, hash_numbers, row_key
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows drawn for training."""
+
+    inputs: torch.Tensor
+    """int64 [count, S] tokens."""
+    labels: torch.Tensor
+    """int64 [count, S] tokens; every cell is supervised."""
+    puzzle_ids: torch.Tensor
+    """int32 [count]."""
+    base_ids: torch.Tensor
+    """int64 [count]: row of the training split each was made from."""
+
+
+class TrainSampler:
+    """Draw number i is in pass i // N over the N base puzzles, each pass in its own random order.
+
+    num_aug None: every draw is a fresh random symmetry of its base puzzle, a function of (seed, i). num_aug K: one of
+    the base's K + 1 fixed rows, chosen by (seed, pass, base); the row itself is a function of (data_seed, base, k), so
+    runs with different seeds share the same rows. There is no state: resuming needs only the next draw's number.
+    """
+
+    def __init__(self, split: Split, box: Box, num_aug: int | None, seed: int, data_seed: int = 0) -> None:
+        self.split = split
+        self.box = box
+        self.num_aug = num_aug
+        self.seed = seed
+        self.data_seed = data_seed
+        self._pass = -1
+        self._order = np.empty(0, np.int64)
+
+    def draw(self, first: int, count: int) -> Batch:
+        """Draws number first .. first + count - 1."""
+        draws = np.arange(first, first + count)
+        passes, places = np.divmod(draws, len(self.split))
+        base = np.empty(count, np.int64)
+        for p in np.unique(passes):
+            base[passes == p] = self._pass_order(int(p))[places[passes == p]]
+        if self.num_aug is None:
+            keys = row_key(self.seed, draws, np.ones(count, np.int64))
+        else:
+            high = hash_numbers(self.seed, passes, base, 2) >> np.uint64(32)
+            k = (high * np.uint64(self.num_aug + 1)) >> np.uint64(32)
+            keys = row_key(self.data_seed, base, k)
+        inputs, labels = augment(self.split.inputs[base], self.split.labels[base], keys, self.box)
+        return Batch(
+            inputs=torch.from_numpy(inputs).long(),
+            labels=torch.from_numpy(labels).long(),
+            puzzle_ids=torch.from_numpy(self.split.puzzle_ids[base]),
+            base_ids=torch.from_numpy(base),
+        )
+
+    def _pass_order(self, p: int) -> np.ndarray:
+        """Base puzzles in the order of pass p; the last one asked for is kept."""
+        if p != self._pass:
+            hashes = hash_numbers(self.seed, p, np.arange(len(self.split)), 1)
+            self._pass, self._order = p, np.argsort(hashes, kind="stable")
+        return self._order

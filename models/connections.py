@@ -1,0 +1,200 @@
+"""Connections: the rule that turns (memory, candidate) into the state the next loop step reads.
+
+Shapes: B puzzles, T positions (puzzle tokens, then cells), D width, K candidates kept by the full form.
+
+A connection is a module with three calls. `init(z_0)` makes a memory from a state [B, T, D]; `step(memory, z)` takes the
+candidate [B, T, D] in; `memory.h` is what the next loop step reads. Memories are NamedTuples of tensors whose first axis
+is the puzzle, so slicing, resetting, detaching and saving a carry need to know nothing else about them. `reset` gives the
+chosen rows a fresh memory; `restart` forgets everything but the present state.
+"""
+
+import math
+from typing import Generic, NamedTuple, TypeVar
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from models.ops import attention_residual_update, score
+from trainer.config import (
+    AttentionResidualConfig,
+    CarryLastConfig,
+    ConnectionConfig,
+    ConstantStepConfig,
+    softplus_inverse,
+)
+
+M = TypeVar("M", bound="StateMemory")
+
+
+class StateMemory(NamedTuple):
+    """Memory of connections that keep the state and nothing else."""
+
+    h: Tensor
+    """[B, T, D]"""
+
+
+class DecayMemory(NamedTuple):
+    """Memory of the streaming attention residual, float32 whatever the block's dtype."""
+
+    h: Tensor
+    """[B, T, D]"""
+    log_d: Tensor
+    """[B, T], log of the decayed sum of exp(score)."""
+
+
+class HistoryMemory(NamedTuple):
+    """Memory of the full attention residual: every candidate so far."""
+
+    h: Tensor
+    """[B, T, D]"""
+    z: Tensor
+    """[B, K, T, D]"""
+    s: Tensor
+    """[B, K, T], scores; -inf hides a candidate."""
+
+
+def where_rows(rows: Tensor, fresh: Tensor, old: Tensor) -> Tensor:
+    """`fresh` where `rows` [B] is true, else `old`; both [B, ...]."""
+    return torch.where(rows.view(-1, *[1] * (old.dim() - 1)), fresh, old)
+
+
+class Connection(nn.Module, Generic[M]):
+    """What every connection shares; see the module's docstring."""
+
+    def init(self, z_0: Tensor) -> M:
+        raise NotImplementedError
+
+    def step(self, memory: M, z: Tensor) -> M:
+        raise NotImplementedError
+
+    def reset(self, memory: M, fresh: M, rows: Tensor) -> M:
+        """Memory with the rows [B] (bool) taken from `fresh`, the others untouched bit for bit."""
+        return type(memory)(*(where_rows(rows, f, m) for f, m in zip(fresh, memory, strict=True)))
+
+    def restart(self, memory: M) -> M:
+        """A memory that begins at the present state."""
+        return self.init(memory.h)
+
+
+class CarryLast(Connection[StateMemory]):
+    """h_t = z_t (TRM, HRM)."""
+
+    def init(self, z_0: Tensor) -> StateMemory:
+        return StateMemory(z_0)
+
+    def step(self, memory: StateMemory, z: Tensor) -> StateMemory:
+        return StateMemory(z)
+
+
+class ConstantStep(Connection[StateMemory]):
+    """h_t = c z_t + (1 - c) h_{t-1}, c fixed or a learned sigmoid; state in float32."""
+
+    def __init__(self, config: ConstantStepConfig):
+        super().__init__()
+        if config.learned:
+            raw = math.log(config.step / (1 - config.step))
+            self.raw_step = nn.Parameter(torch.tensor(raw))
+        else:
+            self.raw_step = None
+            self.fixed_step = config.step
+
+    def step_size(self) -> Tensor | float:
+        return self.fixed_step if self.raw_step is None else torch.sigmoid(self.raw_step)
+
+    def init(self, z_0: Tensor) -> StateMemory:
+        return StateMemory(z_0.float())
+
+    def step(self, memory: StateMemory, z: Tensor) -> StateMemory:
+        c = self.step_size()
+        return StateMemory(c * z.float() + (1 - c) * memory.h)
+
+
+class _Decay(nn.Module):
+    """Query and decay of one axis, shared by the streaming and the full attention residual.
+
+    Trainable: query [D] (starts at 0, so that all candidates begin equal) and raw_decay [] with
+    lambda = softplus(raw_decay), beta = exp(-lambda). Neither takes weight decay (trainer/optim.py).
+    """
+
+    def __init__(self, config: AttentionResidualConfig, width: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.include_initial = config.include_initial
+        self.query = nn.Parameter(torch.zeros(width)) if config.content_score else None
+        lam = -math.log(config.beta0)
+        if config.beta == "learned":
+            self.raw_decay = nn.Parameter(torch.tensor(softplus_inverse(lam)))
+        else:
+            self.raw_decay = None
+            self.register_buffer("fixed_lambda", torch.tensor(lam), persistent=False)
+
+    def lam(self) -> Tensor:
+        """lambda, a scalar; negative where beta is fixed above 1."""
+        if self.raw_decay is None:
+            return self.get_buffer("fixed_lambda")
+        return F.softplus(self.raw_decay)
+
+    def beta(self) -> Tensor:
+        return torch.exp(-self.lam())
+
+    def score(self, z: Tensor) -> Tensor:
+        """query . RMSNorm(z): [B, T, D] -> float32 [B, T]."""
+        if self.query is None:
+            return z.new_zeros(z.shape[:-1], dtype=torch.float32)
+        return score(z, self.query, self.eps)
+
+
+class AttentionResidual(_Decay, Connection[DecayMemory]):
+    """Streaming form: h_t = h_{t-1} + g_t (z_t - h_{t-1}) with g_t = e_t / (beta D_{t-1} + e_t) (InfiLoop)."""
+
+    def init(self, z_0: Tensor) -> DecayMemory:
+        s = self.score(z_0)
+        return DecayMemory(z_0.float(), s if self.include_initial else torch.full_like(s, -math.inf))
+
+    def restart(self, memory: DecayMemory) -> DecayMemory:
+        # The present state always counts as a candidate: it is no longer the initial buffer.
+        return DecayMemory(memory.h, self.score(memory.h))
+
+    def step(self, memory: DecayMemory, z: Tensor) -> DecayMemory:
+        return DecayMemory(*attention_residual_update(memory.h, memory.log_d, z, self.score(z), self.lam()))
+
+
+class FullAttentionResidual(_Decay, Connection[HistoryMemory]):
+    """h_t = sum_i softmax_i(s_i - lambda (t - i)) z_i over all candidates: what the streaming form must equal.
+
+    Keeps every candidate: O(K T D) memory, O(K^2 T D) time. For checks and short runs.
+    """
+
+    def init(self, z_0: Tensor) -> HistoryMemory:
+        s = self.score(z_0)
+        s = s if self.include_initial else torch.full_like(s, -math.inf)
+        return HistoryMemory(z_0.float(), z_0.float()[:, None], s[:, None])
+
+    def restart(self, memory: HistoryMemory) -> HistoryMemory:
+        return HistoryMemory(memory.h, memory.h[:, None], self.score(memory.h)[:, None])
+
+    def reset(self, memory: HistoryMemory, fresh: HistoryMemory, rows: Tensor) -> HistoryMemory:
+        # Rows of one batch share K, so a fresh row keeps its old slots, hidden, and starts in the newest one.
+        hidden = torch.full_like(memory.s, -math.inf)
+        hidden[:, -1] = fresh.s[:, -1]
+        z = memory.z.clone()
+        z[:, -1] = where_rows(rows, fresh.z[:, -1], z[:, -1])
+        return HistoryMemory(where_rows(rows, fresh.h, memory.h), z, where_rows(rows, hidden, memory.s))
+
+    def step(self, memory: HistoryMemory, z: Tensor) -> HistoryMemory:
+        z_all = torch.cat([memory.z, z.float()[:, None]], dim=1)
+        s_all = torch.cat([memory.s, self.score(z)[:, None]], dim=1)
+        age = torch.arange(s_all.shape[1] - 1, -1, -1, device=z.device)
+        weight = torch.softmax(s_all - self.lam() * age[:, None], dim=1)
+        return HistoryMemory((weight[..., None] * z_all).sum(1), z_all, s_all)
+
+
+def build_connection(config: ConnectionConfig, width: int, eps: float) -> Connection:
+    if isinstance(config, CarryLastConfig):
+        return CarryLast()
+    if isinstance(config, ConstantStepConfig):
+        return ConstantStep(config)
+    streaming = config.kind == "attention_residual"
+    return AttentionResidual(config, width, eps) if streaming else FullAttentionResidual(config, width, eps)

@@ -1,0 +1,180 @@
+"""The recursion: one shared block, applied along two axes, each with its own connection.
+
+    segment(memory, x):
+        for outer in 1..H:                  gradient only in the last `grad_outer_cycles` of them
+            for inner in 1..L:
+                z_L = f(h_L, h_H + x);  inner connection takes z_L in
+            z_H = f(h_H, h_L);          outer connection takes z_H in
+
+Shapes: B puzzles, P puzzle tokens, S cells, T = P + S positions, D width, V vocabulary. Depth (H, L, segments) is an
+argument of the call, never a setting of the model.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from models.blocks import Block, Linear, truncated_normal
+from models.connections import build_connection
+from models.halting import build_halting
+from trainer.config import AttentionResidualConfig, ModelConfig
+
+
+class Memory(NamedTuple):
+    """Connection memories of both axes; every tensor inside has the puzzle as its first axis."""
+
+    inner: Any
+    outer: Any
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Memory":
+        return Memory(type(self.inner)(*map(change, self.inner)), type(self.outer)(*map(change, self.outer)))
+
+    @staticmethod
+    def cat(parts: "list[Memory]") -> "Memory":
+        """The memories of several groups of puzzles as one."""
+        if len(parts) == 1:
+            return parts[0]
+        return Memory(
+            type(parts[0].inner)(*map(torch.cat, zip(*(p.inner for p in parts), strict=True))),
+            type(parts[0].outer)(*map(torch.cat, zip(*(p.outer for p in parts), strict=True))),
+        )
+
+
+class LoopedReasoner(nn.Module):
+    """TRM, InfiLoop and everything between: the nested recursion over one block.
+
+    The puzzle table is a buffer with its own optimizer (trainer/optim.py): a batch's rows are looked up with
+    `puzzle_rows` and handed to `encode`, so that a training step can ask for their gradient alone.
+    """
+
+    puzzle_table: Tensor
+    H_init: Tensor
+    L_init: Tensor
+
+    def __init__(self, config: ModelConfig, vocab_size: int, seq_len: int, num_puzzle_ids: int = 1):
+        super().__init__()
+        self.config = config
+        self.vocab_size, self.seq_len = vocab_size, seq_len
+        width, positions = config.hidden_size, config.puzzle_tokens + seq_len
+        self.compute_dtype = torch.float32
+        self.token_embedding = nn.Embedding(
+            vocab_size, width, _weight=truncated_normal(vocab_size, width, std=1 / math.sqrt(width))
+        )
+        self.position_embedding = (
+            nn.Parameter(truncated_normal(positions, width, std=1 / math.sqrt(width)))
+            if config.positions == "learned"
+            else None
+        )
+        self.block = Block(config, positions)
+        self.lm_head = Linear(width, vocab_size)
+        self.halting = build_halting(config)
+        eps = config.rms_norm_eps
+        self.inner = build_connection(config.axis_connection("inner"), width, eps)
+        self.outer = build_connection(config.axis_connection("outer"), width, eps)
+        inner = config.axis_connection("inner")
+        self.inner_span = inner.memory_span if isinstance(inner, AttentionResidualConfig) else "run"
+        self.register_buffer("puzzle_table", torch.zeros(num_puzzle_ids, config.puzzle_emb_dim))
+        self.register_buffer("H_init", truncated_normal(width, std=1.0))
+        self.register_buffer("L_init", truncated_normal(width, std=1.0))
+        self.inner_update = self._inner_update
+        self.outer_update = self._outer_update
+
+    def compile_updates(self) -> None:
+        """Compile one update of each axis: one graph serves any H and L, and the state dict keeps its names."""
+        self.inner_update = torch.compile(self._inner_update, dynamic=False)
+        self.outer_update = torch.compile(self._outer_update, dynamic=False)
+
+    # --- input and memory ---
+
+    def puzzle_rows(self, puzzle_ids: Tensor) -> Tensor:
+        """Rows of the puzzle table: ids [B] -> [B, puzzle_emb_dim]."""
+        return self.puzzle_table[puzzle_ids.long()]
+
+    def encode(self, tokens: Tensor, puzzle_rows: Tensor) -> Tensor:
+        """Injection x [B, T, D] in the compute dtype, from tokens [B, S] (integers) and puzzle rows [B, puzzle_emb_dim]."""
+        width, prefix = self.config.hidden_size, self.config.puzzle_tokens
+        x = self.token_embedding(tokens.long())
+        if prefix:
+            padded = nn.functional.pad(puzzle_rows, (0, prefix * width - puzzle_rows.shape[-1]))
+            x = torch.cat((padded.view(-1, prefix, width).to(x.dtype), x), dim=1)
+        if self.position_embedding is not None:
+            x = math.sqrt(0.5) * (x + self.position_embedding)
+        return (math.sqrt(width) * x).to(self.compute_dtype)
+
+    @torch.no_grad()
+    def start(self, batch: int) -> Memory:
+        """Fresh memories of `batch` puzzles, at the frozen initial states."""
+        shape = (batch, self.config.puzzle_tokens + self.seq_len, self.config.hidden_size)
+        return Memory(
+            self.inner.init(self.L_init.to(self.compute_dtype).expand(shape).contiguous()),
+            self.outer.init(self.H_init.to(self.compute_dtype).expand(shape).contiguous()),
+        )
+
+    @torch.no_grad()
+    def reset(self, memory: Memory, rows: Tensor) -> Memory:
+        """Fresh memory for the rows [B] (bool), the others bit for bit as they were."""
+        fresh = self.start(rows.shape[0])
+        return Memory(
+            self.inner.reset(memory.inner, fresh.inner, rows), self.outer.reset(memory.outer, fresh.outer, rows)
+        )
+
+    # --- recursion ---
+
+    def _inner_update(self, memory: Memory, x: Tensor) -> Any:
+        h_L, h_H = memory.inner.h.to(x.dtype), memory.outer.h.to(x.dtype)
+        return self.inner.step(memory.inner, self.block(h_L, h_H + x))
+
+    def _outer_update(self, memory: Memory, x: Tensor) -> Any:
+        h_L, h_H = memory.inner.h.to(x.dtype), memory.outer.h.to(x.dtype)
+        return self.outer.step(memory.outer, self.block(h_H, h_L))
+
+    def segment(
+        self,
+        memory: Memory,
+        x: Tensor,
+        H_cycles: int,
+        L_cycles: int,
+        grad_outer_cycles: int = 0,
+        after_outer: Callable[[Memory], None] | None = None,
+    ) -> Memory:
+        """H_cycles outer cycles from `memory`; only the last `grad_outer_cycles` of them build a graph.
+
+        `after_outer` sees the memory after every outer update, for decoding on the way.
+        """
+        if self.inner_span == "segment":
+            memory = memory._replace(inner=self.inner.restart(memory.inner))
+        for outer in range(H_cycles):
+            carries_gradient = outer >= H_cycles - grad_outer_cycles
+            with torch.set_grad_enabled(carries_gradient and torch.is_grad_enabled()):
+                if self.inner_span == "outer_cycle":
+                    memory = memory._replace(inner=self.inner.restart(memory.inner))
+                for _ in range(L_cycles):
+                    memory = memory._replace(inner=self.inner_update(memory, x))
+                memory = memory._replace(outer=self.outer_update(memory, x))
+            if after_outer is not None:
+                after_outer(memory)
+        return memory
+
+    def decode(self, memory: Memory) -> tuple[Tensor, Tensor | None]:
+        """Logits [B, S, V] in the compute dtype and halting logits (float32 [B], None without a head), from h_H."""
+        h = memory.outer.h.to(self.compute_dtype)
+        return self.lm_head(h)[:, self.config.puzzle_tokens :], self.halting.read(h[:, 0])
+
+    # --- facts ---
+
+    def block_applications(self, H_cycles: int, L_cycles: int, segments: int) -> int:
+        return segments * H_cycles * (L_cycles + 1)
+
+    def parameter_counts(self) -> dict[str, int]:
+        """Trained parameters, the same without token embeddings and output head, and the puzzle table (outside both)."""
+        total = sum(p.numel() for p in self.parameters())
+        embeddings = self.token_embedding.weight.numel() + self.lm_head.weight.numel()
+        return {
+            "parameters": total,
+            "without_embeddings": total - embeddings,
+            "puzzle_table": self.puzzle_table.numel(),
+        }

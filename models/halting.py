@@ -1,0 +1,71 @@
+"""Halting rules: when a puzzle's loop ends. Each owns its loss and is a small module of the model.
+
+Shapes: B puzzles, D width. `read` turns the first position's state [B, D] into a halting logit [B] (or None), `loss`
+turns that logit into a sum over puzzles, `wants_to_halt` into a decision per puzzle [B].
+"""
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from models.blocks import Linear
+from trainer.config import ModelConfig
+
+
+class FixedHalting(nn.Module):
+    """Every puzzle gets every segment."""
+
+    def read(self, h_0: Tensor) -> Tensor | None:
+        return None
+
+    def loss(self, logit: Tensor | None, correct: Tensor) -> Tensor:
+        return torch.zeros((), device=correct.device)
+
+    def wants_to_halt(self, logit: Tensor | None, batch: int) -> Tensor:
+        return torch.zeros(batch, dtype=torch.bool)
+
+
+class QHead(nn.Module):
+    """TRM's head: output 0 is trained to say "this answer is exactly right"; halt when it is positive.
+
+    Output 1 ("continue" in HRM) has no loss here; it is kept so that released weights load and parameters agree.
+    Weight starts at 0 and bias at -5, so nothing halts before the head has learned.
+    """
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.head = Linear(width, 2, bias=True)
+        assert self.head.bias is not None
+        with torch.no_grad():
+            self.head.weight.zero_()
+            self.head.bias.fill_(-5.0)
+
+    def read(self, h_0: Tensor) -> Tensor | None:
+        return self.head(h_0)[:, 0].float()
+
+    def loss(self, logit: Tensor | None, correct: Tensor) -> Tensor:
+        """Binary cross-entropy against "exactly right" [B] (bool), summed over puzzles."""
+        assert logit is not None
+        return F.binary_cross_entropy_with_logits(logit, correct.float(), reduction="sum")
+
+    def wants_to_halt(self, logit: Tensor | None, batch: int) -> Tensor:
+        assert logit is not None
+        return logit > 0
+
+
+HaltingRule = FixedHalting | QHead
+
+
+def build_halting(config: ModelConfig) -> HaltingRule:
+    return QHead(config.hidden_size) if config.halting == "q_head" else FixedHalting()
+
+
+def exploration_minimum(batch: int, chance: float, segments: int, generator: torch.Generator) -> Tensor:
+    """Segments before which each puzzle may not halt: with `chance` uniform in 2..segments, else 0; int64 [B], CPU.
+
+    Drawn for the whole global batch at once, from a generator of its own, so that micro-batches and ranks see the same.
+    """
+    explore = torch.rand(batch, generator=generator) < chance
+    least = torch.randint(2, max(segments, 2) + 1, (batch,), generator=generator)
+    return torch.where(explore, least, 0)

@@ -1,0 +1,435 @@
+"""From a command line to validated settings: Hydra composes, pydantic checks, and a mistake is told in one line.
+
+Hydra tells a mistake over several lines, with exit code 1 and often after it has made a directory. So the programs first
+compose here, by the same rules and from the same overrides, and let Hydra start only when every job's settings are right.
+"""
+
+import copy
+import difflib
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, Generic, Literal, TypeVar, cast, get_args, get_origin
+
+from hydra import initialize_config_dir
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra._internal.hydra import Hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, Quote, QuotedString
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from trainer.config import PROJECT, Settings
+from trainer.errors import UserError
+
+CONF = PROJECT / "conf"
+SHOWN = 3  # mistakes told in one line
+SettingsT = TypeVar("SettingsT", bound=Settings)
+
+
+class Stamp:
+    """When this process started, to the second; `advance` tells it from another start in the same second."""
+
+    def __init__(self) -> None:
+        self._start = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+        self._attempt = 1
+
+    def advance(self) -> None:
+        self._attempt += 1
+
+    def __str__(self) -> str:
+        return self._start if self._attempt == 1 else f"{self._start}.{self._attempt}"
+
+
+STAMP = Stamp()
+# use_cache as in Hydra's ${now:}: a launcher's worker process gets the sweep's stamp with the config, not one of its own.
+OmegaConf.register_new_resolver("run_stamp", lambda: str(STAMP), use_cache=True, replace=True)
+OmegaConf.register_new_resolver("file_name", lambda text: re.sub(r"[^\w.,=+-]+", "-", text)[:120], replace=True)
+
+
+# --- composing -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Launch(Generic[SettingsT]):
+    """What a command line asks for, checked."""
+
+    overrides: list[str]
+    """For Hydra: quoted where its grammar would change a text, `from` replaced."""
+    jobs: list[SettingsT]
+    labels: list[str]
+    """Per job, the overrides that tell it from the others; empty for a single job."""
+    directory: Path
+    """The directory Hydra would create: run directory, or under -m the folder of all jobs."""
+
+
+@contextmanager
+def hydra_at_conf() -> Iterator[Hydra]:
+    """Hydra's composer over conf/, wherever the program was started."""
+    if not CONF.is_dir():
+        raise UserError(f"{CONF} is missing: the programs read their settings there, so run them from a checkout")
+    with initialize_config_dir(str(CONF), job_name="longloop", version_base="1.3"):
+        hydra = GlobalHydra.instance().hydra
+        assert hydra is not None
+        try:
+            yield hydra
+        finally:
+            HydraConfig.instance().cfg = None
+
+
+def compose_launch(name: str, lines: list[str], settings: type[SettingsT], *, sweep: bool = False) -> Launch[SettingsT]:
+    """Composes conf/<name>.yaml with the overrides and validates it, under `sweep` (-m) every job."""
+    overrides = parse_overrides(load_saved(lines), settings, sweep=sweep)
+    with hydra_at_conf() as hydra:
+        # As Hydra does it: a first config without the swept values says how to sweep, then each job is composed anew.
+        first = compose_config(hydra, name, overrides, sweep=sweep)
+        if not sweep:
+            jobs, labels = [_validated(first, settings)], [""]
+        else:
+            jobs, labels = _validated_jobs(hydra, name, first, overrides, settings)
+        try:
+            directory = Path(str(first.hydra.sweep.dir if sweep else first.hydra.run.dir))
+        except OmegaConfBaseException as error:
+            raise UserError(_first_line(error)) from error
+    return Launch([str(o.input_line) for o in overrides], jobs, labels, directory)
+
+
+def compose_config(hydra: Hydra, name: str, overrides: list[Override], *, sweep: bool = False) -> DictConfig:
+    """The composed config, Hydra's own node included, not validated."""
+    mode = RunMode.MULTIRUN if sweep else RunMode.RUN
+    try:
+        return hydra.compose_config(name, [str(o.input_line) for o in overrides], run_mode=mode)
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        raise UserError(_explain(hydra, name, overrides, error)) from error
+
+
+def _validated(config: DictConfig, settings: type[SettingsT]) -> SettingsT:
+    HydraConfig.instance().set_config(config)  # for ${hydra:...}
+    return validate(task_values(config), settings)
+
+
+def task_values(config: DictConfig) -> dict[str, Any]:
+    """A config as plain resolved values, without Hydra's own node."""
+    config = copy.deepcopy(config)
+    with read_write(config), open_dict(config):
+        config.pop("hydra", None)
+    try:
+        return cast(dict[str, Any], OmegaConf.to_container(config, resolve=True, throw_on_missing=True))
+    except MissingMandatoryValue as error:
+        key = error.full_key or ""
+        raise UserError(f"{key} is missing: give {key}=<value>") from error
+    except OmegaConfBaseException as error:
+        raise UserError(f"{error.full_key}: {_first_line(error)}") from error
+
+
+def validate(values: dict[str, Any], settings: type[SettingsT]) -> SettingsT:
+    try:
+        return settings.model_validate(values)
+    except ValidationError as error:
+        raise UserError(describe(error, settings)) from error
+
+
+def _validated_jobs(
+    hydra: Hydra, name: str, first: DictConfig, overrides: list[Override], settings: type[SettingsT]
+) -> tuple[list[SettingsT], list[str]]:
+    """Every job of a sweep. A mistake that not all jobs share is told with the overrides of the job that has it."""
+    own = [str(o.input_line) for o in overrides if o.is_hydra_override()]
+    swept = {o.get_key_element() for o in overrides if o.is_sweep_override()}
+    jobs, labels, mistakes = [], [], []
+    for job in _job_overrides(hydra, first, overrides):
+        labels.append(" ".join(line for line in job if line.partition("=")[0] in swept))
+        try:
+            config = compose_config(hydra, name, OverridesParser.create().parse_overrides(own + job))
+            jobs.append(_validated(config, settings))
+        except UserError as error:
+            mistakes.append((str(error), labels[-1]))
+    if mistakes:
+        message, label = mistakes[0]
+        shared = len(mistakes) == len(labels) and len({message for message, _ in mistakes}) == 1
+        raise UserError(message if shared else f"job {labels.index(label)} ({label}): {message}")
+    return jobs, labels
+
+
+def _job_overrides(hydra: Hydra, first: DictConfig, overrides: list[Override]) -> list[list[str]]:
+    """The overrides of each job, as Hydra's basic sweeper lists them."""
+    sweeper = cast(dict[str, Any], OmegaConf.to_container(first.hydra.sweeper, resolve=True))
+    tasks = [str(o.input_line) for o in overrides if not o.is_hydra_override()]
+    if not str(sweeper["_target_"]).endswith(".BasicSweeper"):
+        # A sweeper that searches has no list of jobs; what can be checked before it starts are the fixed overrides.
+        return [[str(o.input_line) for o in overrides if not (o.is_hydra_override() or o.is_sweep_override())]]
+    params = [f"{key}={value}" for key, value in (sweeper["params"] or {}).items()]
+    parser = OverridesParser.create(config_loader=hydra.config_loader)  # choice(glob(...)) needs to look up options
+    try:
+        return BasicSweeper.split_arguments(parser.parse_overrides(params + tasks), None)[0]
+    except HydraException as error:
+        raise UserError(_flat(error)) from error
+
+
+# --- reading overrides -----------------------------------------------------------------------------------------------
+
+
+def parse_overrides(lines: list[str], settings: type[Settings], *, sweep: bool) -> list[Override]:
+    """Parses overrides; refuses the ones that Hydra's grammar cannot read, that repeat a key, or that need -m."""
+    texts = set() if sweep else {key for key, field in _fields(settings) if _is_text(field.annotation)}
+    parser = OverridesParser.create()
+    overrides: list[Override] = []
+    seen: dict[tuple[str, str | None], str] = {}
+    for line in lines:
+        if "=" not in line and not line.startswith("~"):
+            raise UserError(f"{line!r} is not a setting: write name=value, for example model=trm")
+        try:
+            override = parser.parse_override(_quoted(line, texts))
+        except HydraException as error:
+            raise UserError(f"{line}: not readable as name=value, or as a quoted text name='...' ({_flat(error)})") from error
+        key = (override.key_or_group, override.package)
+        if key in seen:
+            raise UserError(f"{override.key_or_group} is given twice: {seen[key]} and {line}")
+        if override.is_sweep_override() and not sweep:
+            raise UserError(f"{line}: several values for one setting; add -m to run a job for each, or give one value")
+        if override.key_or_group == "run_dir" and sweep:
+            raise UserError(f"{line}: under -m each job has a folder of its own; hydra.sweep.dir=<folder> sets their parent")
+        seen[key] = line
+        overrides.append(override)
+    return overrides
+
+
+def _quoted(line: str, texts: set[str]) -> str:
+    """Quotes the value of a text setting, so that a puzzle does not turn into a number nor a path into a sweep."""
+    match = re.fullmatch(r"(\+{0,2}([\w.]+)=)(.+)", line, re.DOTALL)
+    if match is None or match[2] not in texts or match[3] in ("null", "???"):
+        return line
+    value = match[3]
+    if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
+        return line
+    return match[1] + QuotedString(value, Quote.single).with_quotes()
+
+
+def load_saved(lines: list[str]) -> list[str]:
+    """Turns `from=<config.yaml of a run>` into an experiment that sets everything as saved, but for the run directory.
+
+    Sections whose group the command line chooses are left out, so that `from=... data=sudoku4` takes all of sudoku4.
+    """
+    paths = [line.removeprefix("from=") for line in lines if line.startswith("from=")]
+    if not paths:
+        return lines
+    others = [line for line in lines if not line.startswith("from=")]
+    groups = [re.split(r"[=]", line.lstrip("+~"))[0] for line in others]
+    if len(paths) > 1 or "experiment" in groups:
+        raise UserError("from= sets everything an experiment can: give one from=, and no experiment=")
+    path = Path(paths[0]).expanduser()
+    path = path / "config.yaml" if path.is_dir() else path
+    try:
+        saved = OmegaConf.load(path)
+        values = OmegaConf.to_container(saved, resolve=True)
+    except OSError as error:
+        raise UserError(f"from={path}: expected a run's config.yaml or its folder ({error.strerror})") from error
+    except Exception as error:  # YAML errors share no base class with OmegaConf's
+        raise UserError(f"from={path}: not readable as YAML ({_first_line(error)})") from error
+    if not isinstance(values, dict) or "model" not in values:
+        raise UserError(f"from={path}: expected the saved settings of a run, with a section `model`")
+    values.pop("run_dir", None)
+    for group in groups:
+        *sections, last = group.partition("@")[2].split(".") if "@" in group else group.split("/")
+        parent: Any = values
+        for section in sections:
+            parent = parent.get(section, {})
+        if "." not in last:
+            parent.pop(last, None)
+    chosen = {"model/connection": "connection", "model/connection@model.other_connection": "other_connection"}
+    model = cast(dict[str, Any], values.get("model", {}))
+    kinds = [{f"override /{group}": model[key]["kind"]} for group, key in chosen.items() if key in model]
+    node = {"defaults": [*kinds, "_self_"], **values}
+    ConfigStore.instance().store(group="experiment", name="from", node=node, package="_global_")
+    return ["experiment=from", *others]
+
+
+# --- telling a mistake -----------------------------------------------------------------------------------------------
+
+
+def describe(error: ValidationError, settings: type[Settings]) -> str:
+    """A pydantic error in one line: the full key, the value, what was expected."""
+    known = [key for key, _ in _fields(settings)]
+    messages: dict[str, str] = {}  # one per key: a union reports each of its members
+    for detail in error.errors():
+        key, field, section = _locate(settings, detail["loc"])
+        value, kind = _shown(detail["input"]), detail["type"]
+        if kind == "extra_forbidden":
+            message = _unknown(key, known)
+        elif kind == "value_error":
+            message = detail["msg"].removeprefix("Value error, ")
+            own = re.match(r"(\w+)=", message)
+            if key and not message.startswith(f"{key}."):
+                message = f"{key}.{message}" if own and own[1] in section.model_fields else f"{key}: {message}"
+        elif kind == "union_tag_invalid":
+            tags = detail.get("ctx", {})
+            message = f"{key}.kind={tags.get('tag')}: expected one of {str(tags.get('expected_tags')).replace(chr(39), '')}"
+        elif kind in ("missing", "union_tag_not_found"):
+            message = f"{key} is missing" + (f": expected {_expected(field)}" if field else "")
+        else:
+            message = f"{key}={value}: expected {_expected(field) if field else detail['msg']}"
+        messages.setdefault(key, message)
+    told = list(messages.values())
+    more = f"; and {len(told) - SHOWN} more" if len(told) > SHOWN else ""
+    return "; ".join(told[:SHOWN]) + more
+
+
+def _explain(hydra: Hydra, name: str, overrides: list[Override], error: Exception) -> str:
+    """Why Hydra could not compose, in one line: the override at fault and what it could have been."""
+    groups = [o for o in overrides if _options(hydra, o.key_or_group)]
+    for override in groups:
+        options, values = _options(hydra, override.key_or_group), override.value()
+        line = str(override.input_line)
+        if override.is_delete() or override.is_sweep_override() or values is None:
+            continue
+        if not isinstance(values, str) or values not in options:
+            near = difflib.get_close_matches(str(values), options, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            return f"{line}: no such option; {hint}options of {override.key_or_group}: {', '.join(options)}"
+    try:
+        base = hydra.compose_config(name, [str(o.input_line) for o in groups], run_mode=RunMode.MULTIRUN)
+    except (HydraException, OmegaConfBaseException, ValueError):
+        return _flat(error)  # the choice of groups itself does not compose; Hydra's words name the group
+    chosen = [key for key in base.hydra.runtime.choices if not key.startswith("hydra/")]
+    known = [*_dotted(OmegaConf.to_container(base, resolve=False)), *chosen]
+    for override in overrides:
+        key = override.key_or_group + (f"@{override.package}" if override.package else "")
+        if key.startswith("hydra"):
+            continue
+        if key in known and override.is_add():
+            return f"{override.input_line}: {key} exists, so write it without the +"
+        if key not in known and not override.is_add() and not override.is_force_add():
+            return _unknown(key, [k for k in known if not k.startswith("hydra")])
+    return _flat(error)
+
+
+def _unknown(key: str, known: Iterable[str]) -> str:
+    """A key that does not exist: near matches, else what there is beside it."""
+
+    def split(key: str) -> tuple[str, str]:
+        parent, _, leaf = key.replace("/", ".").rpartition(".")
+        return parent, leaf
+
+    def likeness(a: str, b: str) -> float:
+        return difflib.SequenceMatcher(None, a, b).ratio()
+
+    parent, leaf = split(key)
+    # The last name decides: a long shared prefix would make any neighbour look alike.
+    near = [(likeness(leaf, split(k)[1]) + likeness(parent, split(k)[0]) / 2, k) for k in known]
+    near = sorted(((score, k) for score, k in near if likeness(leaf, split(k)[1]) >= 0.7), reverse=True)
+    best = [k for score, k in near[:SHOWN] if score > near[0][0] - 0.15]
+    if best:
+        return f"{key}: no such setting; did you mean {' or '.join(best)}?"
+    while parent and parent not in known:
+        parent = split(parent)[0]
+    beside = sorted({split(k)[1] for k in known if split(k)[0] == parent and "/" not in k})
+    hint = "; model/connection=<kind> chooses another connection" if parent.endswith("connection") else ""
+    return f"{key}: no such setting; {parent or 'there'} has {', '.join(beside)}{hint}".replace("there has", "there are")
+
+
+def _options(hydra: Hydra, group: str) -> list[str]:
+    return [] if "." in group else hydra.config_loader.get_group_options(group)
+
+
+def _dotted(values: Any, prefix: str = "") -> Iterator[str]:
+    if isinstance(values, dict):
+        for key, value in values.items():
+            yield f"{prefix}{key}"
+            yield from _dotted(value, f"{prefix}{key}.")
+
+
+def _flat(error: Exception) -> str:
+    return " ".join(str(error).split()) or _first_line(error.__cause__ or error)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0].strip()
+
+
+def _shown(value: Any) -> str:
+    text = {None: "null", True: "true", False: "false"}.get(value) if isinstance(value, bool | None) else str(value)
+    return text if text is not None and len(text) <= 60 else f"{str(value)[:57]}..."
+
+
+# --- the settings' own types -----------------------------------------------------------------------------------------
+
+
+def _models(annotation: Any) -> list[type[Settings]]:
+    """The settings classes an annotation allows."""
+    if isinstance(annotation, type) and issubclass(annotation, Settings):
+        return [annotation]
+    return [model for part in get_args(annotation) for model in _models(part)]
+
+
+def _fields(settings: type[Settings], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every key there can be, sections included, with its field."""
+    for name, field in settings.model_fields.items():
+        yield prefix + name, field
+        for model in _models(field.annotation):
+            yield from _fields(model, f"{prefix}{name}.")
+
+
+def _is_text(annotation: Any) -> bool:
+    if get_origin(annotation) is Literal or _models(annotation):
+        return False
+    return annotation in (str, Path) or any(_is_text(part) for part in get_args(annotation))
+
+
+def _locate(settings: type[Settings], location: tuple[int | str, ...]) -> tuple[str, FieldInfo | None, type[Settings]]:
+    """The dotted key of a pydantic location, its field (None: no such key) and the section it lies in."""
+    key: list[str] = []
+    field: FieldInfo | None = None
+    section, models = settings, [settings]
+    for part in map(str, location):
+        named = [model for model in models if part in model.model_fields]
+        tagged = [model for model in models if part in get_args(getattr(model.model_fields.get("kind"), "annotation", None))]
+        if not models:
+            break  # a member of a union of plain types
+        if named:
+            section, field = named[0], named[0].model_fields[part]
+            models = _models(field.annotation)
+            key.append(part)
+        elif tagged and len(models) > 1:
+            models = tagged
+        else:
+            field = None
+            key.append(part)
+    return ".".join(key), field, models[0] if models else section
+
+
+def _expected(field: FieldInfo) -> str:
+    return _expectation(field.annotation, field.metadata)
+
+
+def _expectation(annotation: Any, metadata: Iterable[Any] = ()) -> str:
+    """What a setting accepts, in words: `auto, all or an integer > 0`."""
+    if get_origin(annotation) is Annotated:
+        base, *extra = get_args(annotation)
+        inner = [m for e in extra for m in (e.metadata if isinstance(e, FieldInfo) else [e])]
+        return _expectation(base, [*metadata, *inner])
+    if get_origin(annotation) is Literal:
+        *most, last = map(str, get_args(annotation))
+        return f"{', '.join(most)} or {last}" if most else last
+    if _models(annotation):
+        return "a section of settings"
+    parts = get_args(annotation)
+    if parts:
+        words = [_expectation(part, metadata) for part in parts]
+        words = [word for text in words for word in re.split(r", | or ", text)]
+        return f"{', '.join(words[:-1])} or {words[-1]}"
+    names = {int: "an integer", float: "a number", bool: "true or false", str: "a text", Path: "a path", NoneType: "null"}
+    bounds = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+    limits = [f"{sign} {getattr(m, bound)}" for m in metadata for bound, sign in bounds.items() if hasattr(m, bound)]
+    if annotation not in (int, float):
+        limits = []
+    return " ".join([names.get(annotation, str(annotation)), " and ".join(limits)]).strip()

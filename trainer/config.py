@@ -1,0 +1,370 @@
+"""Every setting of a run, typed and checked once, before any data is loaded.
+
+Hydra composes YAML into a dictionary; `TrainConfig.model_validate` turns it into these frozen objects. Unknown keys are
+refused everywhere. Contradictions are refused in the validators below, by the names of the settings involved.
+"""
+
+import math
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, model_validator
+
+MAX_SEED = 2**31 - 1
+PROJECT = Path(__file__).resolve().parent.parent
+
+FilePath = Annotated[Path, Field(strict=False)]
+"""A path as typed: relative ones start at the working directory."""
+SourcePath = Annotated[Path, Field(strict=False), AfterValidator(lambda path: path.expanduser().absolute())]
+"""A path that a saved run must find again from elsewhere: made absolute."""
+ProjectPath = Annotated[
+    Path,
+    Field(strict=False),
+    AfterValidator(lambda path: PROJECT / path.expanduser()),
+    PlainSerializer(lambda path: str(path.relative_to(PROJECT) if path.is_relative_to(PROJECT) else path)),
+]
+"""A path whose relative form starts at the project folder, wherever a program is started; saved in that form."""
+
+
+class Settings(BaseModel):
+    """Base of all settings: no unknown keys, no changes after validation, nothing converted (true is not 1), no inf."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+# --- connections -----------------------------------------------------------------------------------------------------
+
+
+class CarryLastConfig(Settings):
+    """h_t = z_t (TRM, HRM)."""
+
+    kind: Literal["carry_last"]
+
+
+class ConstantStepConfig(Settings):
+    """h_t = h_{t-1} + c (z_t - h_{t-1})."""
+
+    kind: Literal["constant_step"]
+    step: float = Field(gt=0, le=1)
+    """c, or its start when learned."""
+    learned: bool = False
+    """Learn c = sigmoid(raw) per axis; needs step < 1."""
+
+    @model_validator(mode="after")
+    def _learned_step_below_one(self) -> "ConstantStepConfig":
+        if self.learned and self.step >= 1:
+            raise ValueError(f"step={self.step} with learned=true: a learned step is a sigmoid, so start it below 1")
+        return self
+
+
+class AttentionResidualConfig(Settings):
+    """h_t is a decayed softmax average of all candidates so far (InfiLoop); `full_...` keeps every candidate."""
+
+    kind: Literal["attention_residual", "full_attention_residual"]
+    beta0: float = Field(gt=0)
+    """beta = exp(-lambda) at the start; 0.55 in the paper."""
+    beta: Literal["learned", "fixed"] = "learned"
+    """learned: lambda = softplus(raw), one scalar per axis, so beta stays in (0, 1)."""
+    content_score: bool = True
+    """false: every score is 0 and only the decay weighs candidates (no query is created)."""
+    include_initial: bool = True
+    """Whether z_0, the initial state, counts as the first candidate."""
+    memory_span: Literal["run", "segment", "outer_cycle"] = "run"
+    """How long the inner axis' memory lives before it restarts from the present h. The outer axis always lives on."""
+
+    @model_validator(mode="after")
+    def _learned_beta_below_one(self) -> "AttentionResidualConfig":
+        if self.beta == "learned" and self.beta0 >= 1:
+            raise ValueError(
+                f"beta0={self.beta0} with beta=learned: a learned decay has lambda = softplus(raw) > 0, so beta0 must be "
+                "below 1; use beta=fixed for beta0 of 1 or more"
+            )
+        if self.beta == "learned" and self.beta0 < 1e-30:
+            raise ValueError(f"beta0={self.beta0} with beta=learned: too small to learn from; use beta=fixed")
+        return self
+
+
+ConnectionConfig = Annotated[
+    CarryLastConfig | ConstantStepConfig | AttentionResidualConfig, Field(discriminator="kind")
+]
+
+
+# --- model -----------------------------------------------------------------------------------------------------------
+
+
+class ModelConfig(Settings):
+    """One shared block, two axes (inner: z_L, outer: z_H), a connection on each."""
+
+    name: str
+    connection: ConnectionConfig
+    axes: Literal["both", "inner", "outer"] = "both"
+    """Which axes use `connection`; the other axis uses `other_connection`."""
+    other_connection: ConnectionConfig = CarryLastConfig(kind="carry_last")
+    halting: Literal["q_head", "fixed"] = "q_head"
+    """q_head: a puzzle ends when its halting logit is positive. fixed: always the full number of segments."""
+    mixer: Literal["attention", "mlp"]
+    """What mixes positions: self-attention, or a SwiGLU over positions (needs a fixed length)."""
+    positions: Literal["rope", "learned", "none"]
+    hidden_size: int = Field(gt=0)
+    """D, the width."""
+    num_heads: int = Field(gt=0)
+    layers: int = Field(gt=0)
+    """Layers in the shared block."""
+    expansion: float = Field(gt=0)
+    """SwiGLU inner width = round(expansion * width * 2/3), rounded up to a multiple of ffn_multiple."""
+    ffn_multiple: int = Field(gt=0)
+    puzzle_tokens: int = Field(ge=0)
+    """Positions in front of the cells; the halting head reads position 0."""
+    puzzle_emb_dim: int = Field(ge=0)
+    """Numbers per puzzle id, spread over the puzzle tokens and zero-padded. 0: no table, the tokens enter as zeros."""
+    rms_norm_eps: float = Field(gt=0)
+    rope_theta: float = Field(gt=0)
+
+    @model_validator(mode="after")
+    def _shapes_fit(self) -> "ModelConfig":
+        if self.hidden_size % self.num_heads:
+            raise ValueError(f"num_heads={self.num_heads} does not divide hidden_size={self.hidden_size}")
+        if self.mixer == "attention" and self.positions == "rope" and (self.hidden_size // self.num_heads) % 2:
+            raise ValueError(
+                f"positions=rope needs an even head size, but hidden_size/num_heads = "
+                f"{self.hidden_size // self.num_heads}"
+            )
+        if self.mixer == "mlp" and self.positions == "rope":
+            raise ValueError("positions=rope has no effect with mixer=mlp; use positions=none or positions=learned")
+        if self.puzzle_emb_dim > self.puzzle_tokens * self.hidden_size:
+            raise ValueError(
+                f"puzzle_emb_dim={self.puzzle_emb_dim} does not fit puzzle_tokens={self.puzzle_tokens} x "
+                f"hidden_size={self.hidden_size}"
+            )
+        return self
+
+    def axis_connection(self, axis: Literal["inner", "outer"]) -> ConnectionConfig:
+        return self.connection if self.axes in ("both", axis) else self.other_connection
+
+
+# --- data ------------------------------------------------------------------------------------------------------------
+
+
+class DataConfig(Settings):
+    """A Sudoku family: where its puzzles come from and how many are used."""
+
+    name: str
+    """What results call this data set; a fallback to generated puzzles changes it."""
+    box_rows: int = Field(ge=2, le=5)
+    box_cols: int = Field(ge=2, le=5)
+    """A box is box_rows x box_cols cells; the grid has box_rows * box_cols rows, columns and digits."""
+    source: Literal["auto", "cache", "csv", "hub", "generated"]
+    """auto: prepared cache, then CSV in `path`, then the hub, then generated with a banner."""
+    path: SourcePath | None = None
+    """Folder with train.csv and test.csv (columns source, question, answer, rating)."""
+    hub_id: str | None = None
+    """Data set on the Hugging Face hub, for source=hub or auto."""
+    train_puzzles: int = Field(gt=0)
+    """Base puzzles for training, before augmentation."""
+    validation_puzzles: int = Field(gt=0)
+    """Puzzles for choosing the best checkpoint; never training puzzles, never test puzzles."""
+    test_puzzles: int | None = Field(default=None, gt=0)
+    """null: all there are (generated: 2,000)."""
+    difficulty: Literal["any", "beyond_singles"] = "any"
+    """Generated puzzles only. beyond_singles: naked and hidden singles alone do not solve them (all splits)."""
+    num_aug: int | None = Field(default=None, ge=0)
+    """null: a fresh random symmetry at every draw. N: base puzzle b has N + 1 fixed rows, row 0 the puzzle itself."""
+    seed: int = Field(ge=0, le=MAX_SEED)
+    """Seed of generation, subsampling and splits; separate from the run's seed so that runs share test puzzles."""
+    cache_dir: ProjectPath
+    """Prepared data; relative to the project folder."""
+    hub_timeout: float = Field(default=10.0, gt=0)
+    """Seconds to wait for the hub."""
+
+    @model_validator(mode="after")
+    def _source_has_what_it_needs(self) -> "DataConfig":
+        if self.source == "csv" and self.path is None:
+            raise ValueError("source=csv needs path: a folder with train.csv and test.csv")
+        if self.source == "hub" and self.hub_id is None:
+            raise ValueError("source=hub needs hub_id")
+        if self.box_rows * self.box_cols > 25:
+            raise ValueError(f"box_rows x box_cols = {self.box_rows * self.box_cols}: at most 25 digits are supported")
+        return self
+
+    @property
+    def digits(self) -> int:
+        return self.box_rows * self.box_cols
+
+
+# --- schedule, trainer, evaluation, logging --------------------------------------------------------------------------
+
+
+class ScheduleConfig(Settings):
+    """Depth of a training segment and the optimisation that goes with it."""
+
+    H_cycles: int = Field(gt=0)
+    """Outer cycles per segment."""
+    L_cycles: int = Field(gt=0)
+    """Inner cycles per outer cycle."""
+    segments: int = Field(gt=0)
+    """Most segments a puzzle gets; each ends in a decode, a loss and one optimizer step."""
+    grad_outer_cycles: int = Field(gt=0)
+    """How many outer cycles at the end of a segment carry gradient."""
+    global_batch: int = Field(gt=0)
+    """Puzzles per optimizer step, over all micro-batches and ranks."""
+    total_steps: int = Field(gt=0)
+    """Optimizer steps of the whole schedule."""
+    lr: float = Field(gt=0)
+    warmup_steps: int = Field(ge=0)
+    lr_min_ratio: float = Field(ge=0, le=1)
+    """Cosine floor as a share of lr; 1 keeps lr constant after warm-up."""
+    weight_decay: float = Field(ge=0)
+    adam_beta1: float = Field(ge=0, lt=1)
+    adam_beta2: float = Field(ge=0, lt=1)
+    adam_eps: float = Field(gt=0)
+    decay_lr: float = Field(gt=0)
+    """Learning rate of connection scalars (raw decay, raw step); Adam moves them by about decay_lr a step."""
+    puzzle_emb_lr: float = Field(ge=0)
+    """Learning rate of the sign-SGD on puzzle embeddings."""
+    puzzle_emb_weight_decay: float = Field(ge=0)
+    ema: float = Field(ge=0, lt=1)
+    """Decay of the averaged weights per optimizer step."""
+    halt_exploration: float = Field(ge=0, le=1)
+    """Chance per segment that halting before a random segment of 2..segments is forbidden."""
+    halt_loss_weight: float = Field(ge=0)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "ScheduleConfig":
+        if self.grad_outer_cycles > self.H_cycles:
+            raise ValueError(f"grad_outer_cycles={self.grad_outer_cycles} exceeds H_cycles={self.H_cycles}")
+        return self
+
+
+class TrainerConfig(Settings):
+    """How a run uses the machine, and how often it looks up."""
+
+    device: Literal["auto", "cpu", "cuda", "mps"]
+    dtype: Literal["auto", "float32", "bfloat16"]
+    """Compute dtype of the block; weights and connection memories stay float32. auto: bfloat16 on CUDA, else float32."""
+    compile: Literal["auto"] | bool
+    """auto: torch.compile where a compiler exists, else eager with one line that says so."""
+    threads: int | None = Field(default=None, gt=0)
+    """CPU threads; null leaves PyTorch's choice."""
+    micro_batch: Literal["auto"] | Annotated[int, Field(gt=0)]
+    """Puzzles per backward pass; auto fits the device's free memory. Only splits the global batch."""
+    max_steps: int | None = Field(default=None, gt=0)
+    """Stop after this many steps; the schedule stays that of total_steps."""
+    log_every: int = Field(gt=0)
+    """Optimizer steps between rows of metrics.jsonl."""
+    eval_every: int = Field(ge=0)
+    """Optimizer steps between validations; 0: only at the end."""
+    checkpoint_every: int = Field(gt=0)
+    """Optimizer steps between saves of the last checkpoint."""
+
+
+class EvalConfig(Settings):
+    """How a checkpoint is evaluated. Depth: at most one of segments, outer_updates and layers."""
+
+    weights: Literal["ema", "raw"] = "ema"
+    split: Literal["test", "validation"] = "test"
+    H_cycles: int | None = Field(default=None, gt=0)
+    """null: as trained."""
+    L_cycles: int | None = Field(default=None, gt=0)
+    segments: int | None = Field(default=None, gt=0)
+    outer_updates: int | None = Field(default=None, gt=0)
+    layers: int | None = Field(default=None, gt=0)
+    """Executed layers; rounded up to whole outer updates."""
+    decode: Literal["segment", "outer_update"] = "segment"
+    """How often an answer is read out and scored."""
+    halting: Literal["on", "off"] = "off"
+    """on: each puzzle's answer is the one at its own halting segment."""
+    n: Literal["auto", "all"] | Annotated[int, Field(gt=0)] = "auto"
+    """Puzzles evaluated. auto: all, or a labelled subset when all would take longer than max_minutes."""
+    subset_seed: int = Field(default=0, ge=0, le=MAX_SEED)
+    max_minutes: float = Field(default=10.0, gt=0)
+    """Only for n=auto."""
+    batch_size: int = Field(default=256, gt=0)
+
+    @model_validator(mode="after")
+    def _one_depth(self) -> "EvalConfig":
+        given = [k for k in ("segments", "outer_updates", "layers") if getattr(self, k) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join('eval.' + g for g in given)} both set the depth; give one of them")
+        return self
+
+
+class LoggerConfig(Settings):
+    """Where metrics go besides the run directory's metrics.jsonl and metrics.csv, which are always written."""
+
+    kind: Literal["files", "wandb"]
+    project: str = "longloop"
+    entity: str | None = None
+
+
+class TrainConfig(Settings):
+    """Everything `train.py` reads."""
+
+    seed: int = Field(ge=0, le=MAX_SEED)
+    run_dir: FilePath
+    model: ModelConfig
+    data: DataConfig
+    schedule: ScheduleConfig
+    trainer: TrainerConfig
+    eval: EvalConfig
+    logger: LoggerConfig
+
+    @model_validator(mode="after")
+    def _crossing_settings(self) -> "TrainConfig":
+        micro = self.trainer.micro_batch
+        if isinstance(micro, int) and micro > self.schedule.global_batch:
+            raise ValueError(
+                f"trainer.micro_batch={micro} exceeds schedule.global_batch={self.schedule.global_batch}; micro-batches "
+                "split the global batch"
+            )
+        if self.eval.split == "validation":
+            raise ValueError("eval.split=validation is for evaluate.py; training validates by itself and ends on test")
+        return self
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps this run takes."""
+        limit = self.trainer.max_steps
+        return self.schedule.total_steps if limit is None else min(limit, self.schedule.total_steps)
+
+
+class EvaluateConfig(Settings):
+    """Everything `evaluate.py` reads."""
+
+    checkpoint: FilePath
+    """Run directory, its best/ or last/ folder, or a bundled checkpoint."""
+    which: Literal["best", "last"] = "best"
+    eval: EvalConfig
+    trainer: TrainerConfig
+    puzzles: FilePath | None = None
+    """CSV with question and answer columns to evaluate instead of the checkpoint's own data."""
+    out: FilePath | None = None
+    """Folder for results; null: <checkpoint>/evaluations/<label>."""
+
+
+class SolveConfig(Settings):
+    """Everything `solve.py` reads."""
+
+    checkpoint: FilePath
+    which: Literal["best", "last"] = "best"
+    puzzle: str | None = None
+    """A puzzle: digits with 0 or . for blanks, on one line."""
+    file: str | None = None
+    """A file of puzzles, or - for standard input."""
+    weights: Literal["ema", "raw"] = "ema"
+    segments: int | None = Field(default=None, gt=0)
+    H_cycles: int | None = Field(default=None, gt=0)
+    L_cycles: int | None = Field(default=None, gt=0)
+    halting: Literal["on", "off"] = "on"
+    """on: stop a puzzle at its own halting segment; off: always run all segments."""
+    trainer: TrainerConfig
+
+    @model_validator(mode="after")
+    def _one_input(self) -> "SolveConfig":
+        if self.puzzle is not None and self.file is not None:
+            raise ValueError("puzzle and file are both given; give one of them")
+        return self
+
+
+def softplus_inverse(y: float) -> float:
+    """x with log(1 + e^x) = y, for y > 0."""
+    return y + math.log(-math.expm1(-y))

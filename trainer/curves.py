@@ -1,0 +1,59 @@
+"""Pictures of accuracy against depth, with published curves beside ours only where the setting is the same."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+PUBLISHED = Path(__file__).with_name("published.json")
+
+
+def published_curve(results: dict[str, Any]) -> tuple[list[int], list[float]] | None:
+    """(executed layers, exact accuracy in per cent) of the paper's run in the setting of `results`, or None.
+
+    Same setting means: the same data set and split, H and L cycles, width and mixer, fixed depth, all or a random part of
+    the test puzzles. A generated data set never matches.
+    """
+    published = json.loads(PUBLISHED.read_text())
+    here = {**results["model_settings"], **results}
+    curve = published["exact_accuracy_percent"].get(results["model"])
+    same = all(here[key] == value for key, value in published["setting"].items())
+    if curve is None or not same or results["halting"] == "on":
+        return None
+    return published["executed_layers"], curve
+
+
+def curve_label(results: dict[str, Any]) -> str:
+    """Which model, puzzles, cycles and weights a line stands for."""
+    r = results
+    return f"{r['model']}: {r['data']} {r['split']}, n={r['n']}, H={r['H_cycles']} L={r['L_cycles']}, {r['weights']}, seed {r['seed']}"
+
+
+def draw_depth_curve(results: list[dict[str, Any]], path: Path) -> None:
+    """One line per evaluation: exact accuracy against executed layers, on a logarithmic axis."""
+    figure, axes = plt.subplots(figsize=(7.2, 4.4), layout="constrained")
+    for colour, r in zip(plt.rcParams["axes.prop_cycle"].by_key()["color"], results, strict=False):
+        layers = [d["executed_layers"] for d in r["depths"]]
+        exact = [100 * d["exact_accuracy"] for d in r["depths"]]
+        axes.plot(layers, exact, marker="." if len(layers) < 60 else "", color=colour, label=curve_label(r))
+        if (published := published_curve(r)) is not None:
+            axes.plot(*published, linestyle="--", marker="x", color=colour, alpha=0.6, label=f"{r['model']}: paper, n=32768")
+    trained = {
+        t["segments"] * t["H_cycles"] * (t["L_cycles"] + 1) * r["model_settings"]["layers"]
+        for r in results
+        for t in [r["trained"]]
+    }
+    for layers in trained:
+        axes.axvline(layers, color="grey", linewidth=0.8, linestyle=":", label="depth in training")
+    axes.set_xscale("log")
+    axes.set_ylim(0, 101)
+    axes.set_xlabel("executed layers (block applications x layers per block)")
+    axes.set_ylabel("exact accuracy, % of puzzles")
+    axes.grid(alpha=0.3, which="both")
+    axes.legend(fontsize=8, loc="lower right")
+    figure.savefig(path, dpi=130)
+    plt.close(figure)

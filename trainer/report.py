@@ -1,0 +1,239 @@
+"""From a checkpoint to numbers on disk and on screen: results.json, depth_curve.csv, depth_curve.png and a summary.
+
+Every number carries what it was measured on: n, split, depth, cycles, weights, seed, data set name and fingerprint.
+"""
+
+import csv
+import json
+import logging
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from data.build import DataMeta, PuzzleData, Split, load_puzzle_data
+from data.sudoku import Box
+from models.core import LoopedReasoner
+from trainer.checkpoint import Checkpoint, find_checkpoint, load_checkpoint, write_atomically
+from trainer.config import EvalConfig, EvaluateConfig, TrainConfig
+from trainer.curves import draw_depth_curve
+from trainer.errors import UserError
+from trainer.evaluator import BLANK, Depth, Evaluation, evaluate, resolve_depth, subset
+from trainer.metrics import progress_bar
+from trainer.runtime import Runtime
+
+log = logging.getLogger("longloop")
+
+
+def ready_model(checkpoint: Checkpoint, weights: str, runtime: Runtime) -> LoopedReasoner:
+    """The checkpoint's model on the device, in evaluation mode, compiled where the runtime says so."""
+    model = checkpoint.build_model("ema" if weights == "ema" else "raw").to(runtime.device).eval()
+    model.compute_dtype = runtime.dtype
+    if runtime.compile:
+        model.compile_updates()
+    return model
+
+
+@torch.no_grad()
+def _seconds_per_puzzle_update(model: LoopedReasoner, depth: Depth, batch: int) -> float:
+    """Seconds of one outer update of one puzzle, in a batch of the size that will run."""
+    tokens = torch.full((batch, model.seq_len), BLANK, device=model.H_init.device)
+    ids = torch.zeros(batch, dtype=torch.int32, device=tokens.device)
+    x = model.encode(tokens, model.puzzle_rows(ids))
+
+    def once() -> float:
+        begin = time.perf_counter()
+        memory = model.segment(model.start(batch), x, 1, depth.L_cycles)
+        model.decode(memory)[0].sum().item()
+        return time.perf_counter() - begin
+
+    once()
+    return once() / batch
+
+
+def choose_subset(
+    split: Split, settings: EvalConfig, model: LoopedReasoner, depth: Depth, where: str
+) -> tuple[Split, str | None]:
+    """The puzzles to evaluate and, unless that is all of them, a label saying which."""
+    total = len(split.inputs)
+    if settings.n == "all":
+        return split, None
+    if settings.n == "auto":
+        few = min(4, total)
+        minutes = _seconds_per_puzzle_update(model, depth, few) * depth.outer_updates * total / 60
+        if minutes <= settings.max_minutes:
+            return split, None
+        n = max(1, min(total, 2 ** int(np.log2(max(1.0, total * settings.max_minutes / minutes)))))
+        log.info(
+            f"all {total:,} {where} puzzles would take about {minutes:,.0f} minutes here: a subset of {n} is evaluated "
+            "(eval.n=all for all of them, eval.max_minutes to allow more)"
+        )
+    else:
+        n = settings.n
+        if n > total:
+            raise UserError(f"eval.n={n}: the {where} split holds {total} puzzles; give at most that, or all")
+    if n == total:
+        return split, None
+    return subset(split, n, settings.subset_seed), f"random subset of {n} of {total}, eval.subset_seed={settings.subset_seed}"
+
+
+def by_blanks(split: Split, evaluation: Evaluation) -> list[dict[str, int]]:
+    """Exact counts at the greatest depth, grouped by the number of empty cells."""
+    blanks = (split.inputs == BLANK).sum(1)
+    return [
+        {"empty_cells": int(b), "n": int((blanks == b).sum()), "exact": int(evaluation.exact[blanks == b].sum())}
+        for b in np.unique(blanks)
+    ]
+
+
+def results_of(
+    evaluation: Evaluation, split: Split, checkpoint: Checkpoint, settings: EvalConfig, meta: DataMeta, label: str | None
+) -> dict[str, Any]:
+    """Everything about one evaluation, ready for JSON; the headline is exact accuracy at the greatest depth."""
+    last, depth, config = evaluation.last, evaluation.depth, checkpoint.config
+    return {
+        "headline": "exact_accuracy",
+        "exact_accuracy": last.exact_accuracy,
+        "exact": last.exact,
+        "n": last.n,
+        "cell_accuracy": last.cell_accuracy,
+        "cells_right": last.cells_right,
+        "cells": last.cells,
+        "cells_counted": "cells empty in the puzzle; givens excluded",
+        "recognised_at_some_depth": last.recognised,
+        "recognised_note": "answers at any evaluated depth that keep the givens and break no rule, told without labels; "
+        "not comparable with fixed-depth accuracy",
+        "split": settings.split,
+        "subset": label,
+        "data": meta.name,
+        "data_fingerprint": meta.fingerprint,
+        "weights": settings.weights,
+        "halting": settings.halting,
+        "decode": settings.decode,
+        "H_cycles": depth.H_cycles,
+        "L_cycles": depth.L_cycles,
+        "segments": depth.segments,
+        "outer_updates": depth.outer_updates,
+        "block_applications": last.block_applications,
+        "executed_layers": last.executed_layers,
+        "mean_segments": last.mean_segments,
+        "max_segments": int(evaluation.segments.max()),
+        "trained": {k: getattr(config.schedule, k) for k in ("H_cycles", "L_cycles", "segments")},
+        "model": config.model.name,
+        "model_settings": config.model.model_dump(mode="json"),
+        "seed": config.seed,
+        "checkpoint": str(checkpoint.path),
+        "checkpoint_step": checkpoint.step,
+        "by_empty_cells": by_blanks(split, evaluation),
+        "depths": [
+            {**asdict(row), "exact_accuracy": row.exact_accuracy, "cell_accuracy": row.cell_accuracy}
+            for row in evaluation.rows
+        ],
+    }
+
+
+def write_results(folder: Path, results: dict[str, Any]) -> None:
+    """results.json, depth_curve.csv and depth_curve.png in `folder`."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be created ({error.strerror}); choose another place") from error
+    write_atomically(folder / "results.json", (json.dumps(results, indent=1) + "\n").encode())
+    with (folder / "depth_curve.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(results["depths"][0]))
+        writer.writeheader()
+        writer.writerows(results["depths"])
+    draw_depth_curve([results], folder / "depth_curve.png")
+
+
+def depth_table(results: dict[str, Any], most: int = 12) -> list[str]:
+    """At most `most` rows of the depth curve as text, the last always among them."""
+    rows = results["depths"]
+    keep = {round(i * (len(rows) - 1) / max(1, most - 1)) for i in range(most)} if len(rows) > most else range(len(rows))
+    lines = ["outer updates  executed layers  exact accuracy         cell accuracy  recognised so far"]
+    for i in sorted(keep):
+        r = rows[i]
+        exact = f"{r['exact_accuracy']:.4f} ({r['exact']}/{r['n']})"
+        lines.append(
+            f"{r['outer_updates']:>13}  {r['executed_layers']:>15,}  {exact:<21}  {r['cell_accuracy']:>13.4f}  "
+            f"{r['recognised']:>17}"
+        )
+    return lines
+
+
+def summary(results: dict[str, Any], folder: Path, prefix: str = "") -> list[str]:
+    """The headline, labelled, with its counts and where the files lie."""
+    r = results
+    return [
+        f"{prefix}exact_accuracy = {r['exact_accuracy']:.4f} ({r['exact']}/{r['n']})   <- headline: puzzles with every cell right",
+        f"{prefix}cell_accuracy = {r['cell_accuracy']:.4f} ({r['cells_right']}/{r['cells']})   (givens excluded)",
+        f"data {r['data']} [{r['data_fingerprint'][:12]}], split {r['split']}" + (f", {r['subset']}" if r["subset"] else ", all of it"),
+        f"H={r['H_cycles']} L={r['L_cycles']}, {r['segments']} segments = {r['outer_updates']} outer updates = "
+        f"{r['block_applications']:,} block applications = {r['executed_layers']:,} executed layers",
+        f"weights {r['weights']} of step {r['checkpoint_step']} (seed {r['seed']}), halting {r['halting']}, mean segments "
+        f"{r['mean_segments']:.2f}, max {r['max_segments']}",
+        f"files: {folder / 'results.json'}, depth_curve.csv, depth_curve.png",
+    ]
+
+
+def evaluate_checkpoint(
+    checkpoint: Checkpoint, split: Split, meta: DataMeta, settings: EvalConfig, runtime: Runtime
+) -> tuple[dict[str, Any], Evaluation]:
+    """Evaluate one checkpoint on one split as the settings say, with a progress bar."""
+    model = ready_model(checkpoint, settings.weights, runtime)
+    depth = resolve_depth(settings, checkpoint.config.schedule, checkpoint.config.model.layers)
+    chosen, label = choose_subset(split, settings, model, depth, settings.split)
+    with progress_bar(len(chosen.inputs) * depth.outer_updates, "evaluating") as bar:
+        evaluation = evaluate(
+            model,
+            chosen,
+            Box(meta.box_rows, meta.box_cols),
+            depth,
+            decode=settings.decode,
+            halting=settings.halting == "on",
+            batch_size=settings.batch_size,
+            progress=bar.update,
+        )
+    return results_of(evaluation, chosen, checkpoint, settings, meta, label), evaluation
+
+
+def final_report(config: TrainConfig, data: PuzzleData, run_dir: Path, runtime: Runtime) -> dict[str, Any]:
+    """Evaluate the best checkpoint on the test split, write the results and print the summary."""
+    checkpoint = load_checkpoint(find_checkpoint(run_dir, "best"))
+    log.info(f"testing {checkpoint.path} (best on validation, step {checkpoint.step})")
+    results, _ = evaluate_checkpoint(checkpoint, data.test, data.meta, config.eval, runtime)
+    write_results(run_dir, results)
+    for line in (*depth_table(results), "", *summary(results, run_dir, "test/")):
+        log.info(line)
+    return results
+
+
+def evaluate_program(config: EvaluateConfig) -> dict[str, Any]:
+    """What evaluate.py does: load, check that data and checkpoint belong together, evaluate, write, print."""
+    checkpoint = load_checkpoint(find_checkpoint(config.checkpoint, config.which))
+    runtime = set_up(config.trainer)
+    trained_on = checkpoint.data_meta
+    if config.puzzles is not None:
+        box = Box(trained_on["box_rows"], trained_on["box_cols"])
+        split, meta = own_puzzles(config.puzzles, box)
+    else:
+        data = load_puzzle_data(checkpoint.config.data, log.info)
+        split, meta = (data.test if config.eval.split == "test" else data.validation), data.meta
+        if meta.fingerprint != trained_on["fingerprint"]:
+            raise UserError(
+                f"data {meta.name}: its fingerprint {meta.fingerprint[:12]} is not the checkpoint's "
+                f"({trained_on['name']}, {trained_on['fingerprint'][:12]}); give puzzles=<csv> to evaluate on other puzzles"
+            )
+    log.info(f"evaluating {checkpoint.path} (step {checkpoint.step}, {config.eval.weights} weights)")
+    results, evaluation = evaluate_checkpoint(checkpoint, split, meta, config.eval, runtime)
+    depth = evaluation.depth
+    place = config.checkpoint if config.checkpoint.is_dir() else Path("outputs") / config.checkpoint.stem
+    label = f"{meta.name}-{config.eval.split}-H{depth.H_cycles}-L{depth.L_cycles}-u{depth.outer_updates}"
+    folder = config.out or place / "evaluations" / label
+    write_results(folder, results)
+    for line in (*depth_table(results), "", *summary(results, folder)):
+        log.info(line)
+    return results

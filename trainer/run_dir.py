@@ -1,0 +1,70 @@
+"""What a run directory holds besides metrics and checkpoints: settings, command, environment."""
+
+import json
+import platform
+import shlex
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from models.core import LoopedReasoner
+from trainer.config import TrainConfig
+from trainer.errors import UserError
+
+PROJECT = Path(__file__).resolve().parent.parent
+PACKAGES = ("torch", "numpy", "numba", "hydra-core", "omegaconf", "pydantic", "safetensors")
+RECORDED = ("config.yaml", "environment.json")
+
+
+def _git(*arguments: str) -> str | None:
+    """Output of a git command in the project, or None outside a checkout."""
+    try:
+        done = subprocess.run(["git", *arguments], cwd=PROJECT, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def environment(model: LoopedReasoner) -> dict[str, Any]:
+    """Command, commit, versions, machine and parameter counts: what is needed to tell two runs apart."""
+    status = _git("status", "--porcelain")
+    return {
+        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "git_commit": _git("rev-parse", "HEAD"),
+        "git_dirty": None if status is None else bool(status),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "machine": platform.platform(),
+        "device": str(model.H_init.device),
+        "threads": torch.get_num_threads(),
+        **model.parameter_counts(),
+    }
+
+
+def record_run(config: TrainConfig, model: LoopedReasoner, meta: Any) -> Path:
+    """Create the run directory and write config.yaml and environment.json; a directory with a run in it is refused."""
+    run_dir = config.run_dir
+    if (run_dir / "metrics.jsonl").exists():
+        raise UserError(f"run_dir={run_dir}: holds a run already; choose another run_dir or remove it")
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+        facts = {**environment(model), "data": meta.as_dict()}
+        (run_dir / "environment.json").write_text(json.dumps(facts, indent=1) + "\n")
+    except OSError as error:
+        raise UserError(f"run_dir={run_dir}: cannot be written ({error.strerror}); choose another run_dir") from error
+    return run_dir

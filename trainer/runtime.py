@@ -1,0 +1,81 @@
+"""The machine: device, compute dtype, compiler, threads, seeds, free memory."""
+
+import logging
+import random
+import shutil
+from dataclasses import dataclass
+
+import numpy as np
+import psutil
+import torch
+
+from trainer.config import TrainerConfig
+from trainer.errors import UserError
+
+log = logging.getLogger("longloop")
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """What a program runs on."""
+
+    device: torch.device
+    dtype: torch.dtype
+    compile: bool
+
+
+def available_device(wanted: str) -> torch.device:
+    """`auto` takes cuda, mps, cpu in that order; an explicit device that is absent is the user's mistake."""
+    present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if wanted == "auto":
+        wanted = next(name for name, here in present.items() if here)
+    if not present[wanted]:
+        raise UserError(f"trainer.device={wanted}: this machine has none; use trainer.device=auto or cpu")
+    return torch.device(wanted)
+
+
+def compiler_missing(device: torch.device) -> str | None:
+    """Why torch.compile cannot work here, or None."""
+    if device.type == "mps":
+        return "torch.compile is not used on mps"
+    if device.type == "cuda":
+        return None if torch.utils._triton.has_triton() else "Triton is not installed"
+    return None if shutil.which("g++") or shutil.which("clang++") or shutil.which("c++") else "no C++ compiler"
+
+
+def set_up(config: TrainerConfig) -> Runtime:
+    """Pick device, dtype and compiler, and say what was picked and why."""
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    device = available_device(config.device)
+    wide = device.type == "cuda" and torch.cuda.is_bf16_supported()
+    dtype = torch.bfloat16 if config.dtype == "bfloat16" or (config.dtype == "auto" and wide) else torch.float32
+    missing = compiler_missing(device)
+    if config.compile is True and missing:
+        raise UserError(f"trainer.compile=true: {missing}; use trainer.compile=auto or false")
+    compiled = config.compile is not False and missing is None
+    reason = "" if compiled else f" ({missing or 'trainer.compile=false'})"
+    log.info(
+        f"device {device.type}, {str(dtype).removeprefix('torch.')}, {'compiled' if compiled else 'eager'}{reason}, "
+        f"{torch.get_num_threads()} threads"
+    )
+    if compiled:
+        # A sweep builds several models in one process; old graphs would count against the recompilation limit.
+        torch.compiler.reset()
+    return Runtime(device, dtype, compiled)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, numpy and torch (all devices)."""
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002 - libraries may draw from the global generator
+    torch.manual_seed(seed)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes a run may still take on the device."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory()
+    return psutil.virtual_memory().available
