@@ -1,6 +1,6 @@
 """Solve Sudoku with a trained checkpoint: the grid, the loops it took, and whether the answer stands.
 
-    python solve.py checkpoint=outputs/<run> puzzle=53..7....6..195....98....6.8...6...34..8.3..17...2...6.6....28....419..5....8..79
+    python solve.py checkpoint=outputs/<run> puzzle=53..7....6..195....98....6.8...6...3 ... (81 characters)
     python solve.py checkpoint=outputs/<run> file=puzzles.txt        one puzzle a line, or grids parted by blank lines
     cat puzzles.txt | python solve.py checkpoint=outputs/<run> file=-
 

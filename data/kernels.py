@@ -242,8 +242,14 @@ def make_puzzles(keys, peers, units, hard, attempts, max_guesses, puzzles, solut
                 # Can the cell be anything else? If so, the clue is needed, and stays needed with fewer clues around.
                 digit = puzzle[cell]
                 puzzle[cell] = 0
+                others = full ^ (1 << (digit - 1))
+                for j in range(peers.shape[1]):
+                    if puzzle[peers[cell, j]]:
+                        others &= ~(1 << (puzzle[peers[cell, j]] - 1))
+                if others == 0:
+                    continue
                 stack[0] = full
-                stack[0, cell] = full ^ (1 << (digit - 1))
+                stack[0, cell] = others
                 if start(puzzle, stack[0], peers, units, queue):
                     found, guesses = search(stack, peers, units, queue, ONE, max_guesses, ZERO, state, scratch)
                     if found:

@@ -46,9 +46,7 @@ def generated_splits(config: DataConfig, say: Callable[[str], None]) -> SplitPuz
     return splits
 
 
-def _distinct_puzzles(
-    box: Box, count: int, seed: int, difficulty: Difficulty, say: Callable[[str], None]
-) -> Puzzles:
+def _distinct_puzzles(box: Box, count: int, seed: int, difficulty: Difficulty, say: Callable[[str], None]) -> Puzzles:
     """The first `count` generated puzzles that are not symmetric to an earlier one."""
     kept = generator.generate(box, 0, seed, difficulty)
     drawn = barren = 0

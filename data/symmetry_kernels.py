@@ -5,7 +5,7 @@ Grids are uint8[S] digits (0 blank), or tokens where said so.
 
 import numpy as np
 
-from data.kernels import GOLDEN, ONE, below, compiled, copy, mix, shuffle, shuffle_lines
+from data.kernels import GOLDEN, ONE, ZERO, below, compiled, copy, mix, shuffle, shuffle_lines
 
 TWO = ONE + ONE
 
@@ -39,6 +39,15 @@ def augment_rows(inputs, labels, keys, box_rows, box_cols, new_inputs, new_label
                 new_inputs[i, to] = new_token[inputs[i, cell]]
                 new_labels[i, to] = new_token[labels[i, cell]]
                 to += 1
+
+
+@compiled
+def load_grid(row, way, out):
+    """out int64[n, n] = a grid in row order (uint8[S]), transposed where way is 1."""
+    n = out.shape[0]
+    for r in range(n):
+        for c in range(n):
+            out[r, c] = row[c * n + r] if way else row[r * n + c]
 
 
 @compiled
@@ -90,20 +99,22 @@ def invariants(puzzles, solutions, box_rows, box_cols, with_givens, out):
     square = box_rows == box_cols
     row_signs = np.empty(n, np.uint64)
     col_signs = np.empty(n, np.uint64)
-    counts = np.zeros((4, n + 1), np.uint64)  # givens per row, column, box and digit
+    counts = np.empty((4, n + 1), np.uint64)  # givens per row, column, box and digit
+    grid = np.empty((n, n), np.int64)
     for i in range(solutions.shape[0]):
-        grid = solutions[i].reshape(n, n).astype(np.int64)
+        load_grid(solutions[i], ONE, grid)
+        line_signatures(grid, box_cols, col_signs)
+        load_grid(solutions[i], ZERO, grid)
         line_signatures(grid, box_rows, row_signs)
-        line_signatures(grid.T, box_cols, col_signs)
         rows, cols = combine_lines(row_signs, box_rows), combine_lines(col_signs, box_cols)
         out[i] = mix(mix(rows) + mix(cols)) if square else mix(mix(rows + GOLDEN) + mix(cols))
         if not with_givens:
             continue
         counts[:] = np.uint64(0)
-        given = puzzles[i].reshape(n, n)
+        given = puzzles[i]
         for r in range(n):
             for c in range(n):
-                if given[r, c]:
+                if given[r * n + c]:
                     counts[0, r] += np.uint64(1)
                     counts[1, c] += np.uint64(1)
                     counts[2, r // box_rows * box_rows + c // box_cols] += np.uint64(1)
@@ -111,7 +122,7 @@ def invariants(puzzles, solutions, box_rows, box_cols, with_givens, out):
         total = out[i]
         for r in range(n):
             for c in range(n):
-                if given[r, c]:
+                if given[r * n + c]:
                     across = mix(row_signs[r] + counts[0, r] * GOLDEN)
                     down = mix(col_signs[c] + counts[1, c] * GOLDEN)
                     if not square:
@@ -163,16 +174,16 @@ def canonical_rows(puzzles, solutions, box_rows, box_cols, col_orders, transpose
     label = np.empty(n + 1, np.int64)
     keys = np.empty(n, np.int64)
     row_order = np.empty(n, np.int64)
+    grid = np.empty((n, n), np.int64)
+    given = np.empty((n, n), np.int64)
+    best = np.empty((n, n), np.int64)
+    best_given = np.empty((n, n), np.int64)
     for i in range(solutions.shape[0]):
-        best = out[i, : n * n].reshape(n, n)
-        best_given = out[i, n * n :].reshape(n, n)
-        best[:] = 255
+        best[:] = n
         for way in range(1 if transpose == 2 else 0, 2 if transpose else 1):
-            grid, given = solutions[i].reshape(n, n), puzzles[i].reshape(n, n)
-            per_band = box_rows
-            if way:
-                grid, given = grid.T.copy(), given.T.copy()
-                per_band = box_cols
+            load_grid(solutions[i], way, grid)
+            load_grid(puzzles[i], way, given)
+            per_band = box_cols if way else box_rows
             for first in range(n):
                 band = first // per_band * per_band
                 for k in range(col_orders.shape[0]):
@@ -217,3 +228,7 @@ def canonical_rows(puzzles, solutions, box_rows, box_cols, col_orders, transpose
                                     best_given[r, c] = mark
                             if difference > 0:
                                 break
+        for r in range(n):
+            for c in range(n):
+                out[i, r * n + c] = best[r, c]
+                out[i, n * n + r * n + c] = best_given[r, c]

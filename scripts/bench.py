@@ -122,11 +122,11 @@ def main(arguments: list[str]) -> None:
     compiled_loss = training_step(model, tokens, labels, shape)
     compiling = time.perf_counter() - begin
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    worst = max(
-        ((a - b).norm() / (b.norm() + 1e-6)).item() for a, b in zip(gradients, eager_gradients, strict=True)
-    )
+    worst = max(((a - b).norm() / (b.norm() + 1e-6)).item() for a, b in zip(gradients, eager_gradients, strict=True))
     same = abs(compiled_loss - eager_loss).item()
-    print(f"compiled against eager, one step: loss differs by {same:.1e}, gradients by at most {worst:.1e} of their norm")
+    print(
+        f"compiled against eager, one step: loss differs by {same:.1e}, gradients by at most {worst:.1e} of their norm"
+    )
     if worst > 1e-2 or same > 1e-3:
         sys.exit("bench: the compiled step is not the eager one; no speed is reported")
     compiled = seconds(lambda: training_step(model, tokens, labels, shape))
@@ -143,8 +143,14 @@ def main(arguments: list[str]) -> None:
         "share_of_matmul_rate_eager": matmul / eager,
         "compile_s": compiling,
     }
-    print(f"step   compiled {compiled * 1e3:.0f} ms, eager {eager * 1e3:.0f} ms, its matrix products alone {matmul * 1e3:.0f} ms")
-    print(f"share of the matmul rate ({flops / matmul / 1e9:.0f} GFLOP/s): compiled {matmul / compiled:.0%}, eager {matmul / eager:.0%}")
+    print(
+        f"step   compiled {compiled * 1e3:.0f} ms, eager {eager * 1e3:.0f} ms, "
+        f"its matrix products alone {matmul * 1e3:.0f} ms"
+    )
+    print(
+        f"share of the matmul rate ({flops / matmul / 1e9:.0f} GFLOP/s): "
+        f"compiled {matmul / compiled:.0%}, eager {matmul / eager:.0%}"
+    )
     print(json.dumps(result))
 
 

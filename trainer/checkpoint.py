@@ -38,7 +38,9 @@ class Checkpoint:
     def build_model(self, weights: Literal["ema", "raw"]) -> LoopedReasoner:
         """The model with the chosen weights, in float32 on the CPU."""
         if not any(name.startswith(f"{weights}.") for name in self.tensors):
-            raise UserError(f"{self.path}: holds no {weights} weights; use eval.weights={'ema' if weights == 'raw' else 'raw'}")
+            raise UserError(
+                f"{self.path}: holds no {weights} weights; use eval.weights={'ema' if weights == 'raw' else 'raw'}"
+            )
         meta = self.data_meta
         model = LoopedReasoner(self.config.model, meta["vocab_size"], meta["seq_len"], meta["num_puzzle_ids"])
         chosen = {
@@ -70,7 +72,9 @@ def write_atomically(path: Path, content: bytes) -> None:
         temporary.replace(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise UserError(f"{path}: cannot be written ({error.strerror}); free space or choose another run_dir") from error
+        raise UserError(
+            f"{path}: cannot be written ({error.strerror}); free space or choose another run_dir"
+        ) from error
 
 
 def save_checkpoint(
@@ -116,7 +120,9 @@ def find_checkpoint(place: Path, which: str = "best") -> Path:
         for name in order:
             if (place / f"{name}.safetensors").is_file():
                 return place / f"{name}.safetensors"
-        raise UserError(f"checkpoint={place}: no {which}.safetensors in it; give a run directory or a .safetensors file")
+        raise UserError(
+            f"checkpoint={place}: no {which}.safetensors in it; give a run directory or a .safetensors file"
+        )
     if not place.is_file():
         raise UserError(f"checkpoint={place}: no such file or directory; give a run directory or a .safetensors file")
     return place
@@ -137,7 +143,9 @@ def load_checkpoint(path: Path) -> Checkpoint:
         config = TrainConfig.model_validate(fields["config"])
         return Checkpoint(path, config, fields["step"], fields["data"], fields["validation"], tensors)
     except (ValueError, KeyError, ValidationError) as error:
-        raise UserError(f"{path}: header not understood ({str(error).splitlines()[0]}); written by another version?") from error
+        raise UserError(
+            f"{path}: header not understood ({str(error).splitlines()[0]}); written by another version?"
+        ) from error
 
 
 def load_weights(model: torch.nn.Module, parameters: list[Tensor]) -> None:

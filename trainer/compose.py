@@ -29,11 +29,13 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
+from yaml import YAMLError
 
 from trainer.config import PROJECT, Settings
 from trainer.errors import UserError
 
 CONF = PROJECT / "conf"
+CONNECTIONS = {"model/connection": "connection", "model/connection@model.other_connection": "other_connection"}
 SHOWN = 3  # mistakes told in one line
 SettingsT = TypeVar("SettingsT", bound=Settings)
 
@@ -184,21 +186,25 @@ def parse_overrides(lines: list[str], settings: type[Settings], *, sweep: bool) 
     texts = set() if sweep else {key for key, field in _fields(settings) if _is_text(field.annotation)}
     parser = OverridesParser.create()
     overrides: list[Override] = []
-    seen: dict[tuple[str, str | None], str] = {}
+    seen: dict[str, str] = {}
     for line in lines:
-        if "=" not in line and not line.startswith("~"):
+        if not re.match(r"~|[^=]+=", line):
             raise UserError(f"{line!r} is not a setting: write name=value, for example model=trm")
         try:
             override = parser.parse_override(_quoted(line, texts))
         except HydraException as error:
-            raise UserError(f"{line}: not readable as name=value, or as a quoted text name='...' ({_flat(error)})") from error
-        key = (override.key_or_group, override.package)
+            raise UserError(
+                f"{line}: not readable as name=value, or as a quoted text name='...' ({_flat(error)})"
+            ) from error
+        key = _full_key(override)
         if key in seen:
-            raise UserError(f"{override.key_or_group} is given twice: {seen[key]} and {line}")
+            raise UserError(f"{key} is given twice: {seen[key]} and {line}")
         if override.is_sweep_override() and not sweep:
             raise UserError(f"{line}: several values for one setting; add -m to run a job for each, or give one value")
         if override.key_or_group == "run_dir" and sweep:
-            raise UserError(f"{line}: under -m each job has a folder of its own; hydra.sweep.dir=<folder> sets their parent")
+            raise UserError(
+                f"{line}: under -m each job has a folder of its own; hydra.sweep.dir=<folder> sets their parent"
+            )
         seen[key] = line
         overrides.append(override)
     return overrides
@@ -224,31 +230,32 @@ def load_saved(lines: list[str]) -> list[str]:
     if not paths:
         return lines
     others = [line for line in lines if not line.startswith("from=")]
-    groups = [re.split(r"[=]", line.lstrip("+~"))[0] for line in others]
+    groups = [line.lstrip("+~").partition("=")[0] for line in others]
     if len(paths) > 1 or "experiment" in groups:
         raise UserError("from= sets everything an experiment can: give one from=, and no experiment=")
     path = Path(paths[0]).expanduser()
     path = path / "config.yaml" if path.is_dir() else path
     try:
-        saved = OmegaConf.load(path)
-        values = OmegaConf.to_container(saved, resolve=True)
+        values = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
     except OSError as error:
         raise UserError(f"from={path}: expected a run's config.yaml or its folder ({error.strerror})") from error
-    except Exception as error:  # YAML errors share no base class with OmegaConf's
+    except (YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
         raise UserError(f"from={path}: not readable as YAML ({_first_line(error)})") from error
-    if not isinstance(values, dict) or "model" not in values:
+    if not isinstance(values, dict) or not isinstance(values.get("model"), dict):
         raise UserError(f"from={path}: expected the saved settings of a run, with a section `model`")
+    model = cast(dict[str, Any], values["model"])
     values.pop("run_dir", None)
     for group in groups:
         *sections, last = group.partition("@")[2].split(".") if "@" in group else group.split("/")
         parent: Any = values
         for section in sections:
-            parent = parent.get(section, {})
-        if "." not in last:
+            parent = parent.get(section) if isinstance(parent, dict) else None
+        if isinstance(parent, dict):
             parent.pop(last, None)
-    chosen = {"model/connection": "connection", "model/connection@model.other_connection": "other_connection"}
-    model = cast(dict[str, Any], values.get("model", {}))
-    kinds = [{f"override /{group}": model[key]["kind"]} for group, key in chosen.items() if key in model]
+    kinds = []
+    for group, key in CONNECTIONS.items():
+        if "model" in values and isinstance(model.get(key), dict):
+            kinds.append({f"override /{group}": model[key].get("kind")})
     node = {"defaults": [*kinds, "_self_"], **values}
     ConfigStore.instance().store(group="experiment", name="from", node=node, package="_global_")
     return ["experiment=from", *others]
@@ -264,7 +271,10 @@ def describe(error: ValidationError, settings: type[Settings]) -> str:
     for detail in error.errors():
         key, field, section = _locate(settings, detail["loc"])
         value, kind = _shown(detail["input"]), detail["type"]
-        if kind == "extra_forbidden":
+        if kind == "extra_forbidden" and key in known:  # a setting of another kind of connection
+            key, _, name = key.rpartition(".")
+            message = f"{key}: {name} belongs to another kind; model/connection=<kind> chooses a connection whole"
+        elif kind == "extra_forbidden":
             message = _unknown(key, known)
         elif kind == "value_error":
             message = detail["msg"].removeprefix("Value error, ")
@@ -273,7 +283,9 @@ def describe(error: ValidationError, settings: type[Settings]) -> str:
                 message = f"{key}.{message}" if own and own[1] in section.model_fields else f"{key}: {message}"
         elif kind == "union_tag_invalid":
             tags = detail.get("ctx", {})
-            message = f"{key}.kind={tags.get('tag')}: expected one of {str(tags.get('expected_tags')).replace(chr(39), '')}"
+            message = (
+                f"{key}.kind={tags.get('tag')}: expected one of {str(tags.get('expected_tags')).replace(chr(39), '')}"
+            )
         elif kind in ("missing", "union_tag_not_found"):
             message = f"{key} is missing" + (f": expected {_expected(field)}" if field else "")
         else:
@@ -286,31 +298,45 @@ def describe(error: ValidationError, settings: type[Settings]) -> str:
 
 def _explain(hydra: Hydra, name: str, overrides: list[Override], error: Exception) -> str:
     """Why Hydra could not compose, in one line: the override at fault and what it could have been."""
-    groups = [o for o in overrides if _options(hydra, o.key_or_group)]
-    for override in groups:
-        options, values = _options(hydra, override.key_or_group), override.value()
-        line = str(override.input_line)
-        if override.is_delete() or override.is_sweep_override() or values is None:
-            continue
-        if not isinstance(values, str) or values not in options:
-            near = difflib.get_close_matches(str(values), options, n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            return f"{line}: no such option; {hint}options of {override.key_or_group}: {', '.join(options)}"
-    try:
-        base = hydra.compose_config(name, [str(o.input_line) for o in groups], run_mode=RunMode.MULTIRUN)
-    except (HydraException, OmegaConfBaseException, ValueError):
-        return _flat(error)  # the choice of groups itself does not compose; Hydra's words name the group
-    chosen = [key for key in base.hydra.runtime.choices if not key.startswith("hydra/")]
-    known = [*_dotted(OmegaConf.to_container(base, resolve=False)), *chosen]
+
+    def keys(groups: list[Override], of_hydra: bool) -> list[str]:
+        lines = [str(o.input_line) for o in groups]
+        config = hydra.compose_config(name, lines, run_mode=RunMode.MULTIRUN)
+        known = {*_dotted(OmegaConf.to_container(config, resolve=False)), *config.hydra.runtime.choices}
+        return sorted(key for key in known if key.startswith("hydra") == of_hydra)
+
+    groups = []
     for override in overrides:
-        key = override.key_or_group + (f"@{override.package}" if override.package else "")
-        if key.startswith("hydra"):
+        options, value, line = _options(hydra, override.key_or_group), override.value(), str(override.input_line)
+        key = _full_key(override)
+        if not options or override.is_delete():
             continue
+        if key not in keys([], key.startswith("hydra")):
+            return _unknown(key, keys([], key.startswith("hydra")))
+        if override.is_add() or override.is_force_add():
+            return f"{line}: {key} has a choice already, so write it without the +"
+        if value is None:
+            return f"{line}: choose an option of {key} ({', '.join(options)}), or none at all with ~{key}"
+        if not override.is_sweep_override():
+            if value not in options:
+                near = difflib.get_close_matches(str(value), options, n=1)
+                hint = f"did you mean {near[0]}? " if near else ""
+                return f"{line}: no such option; {hint}options of {key}: {', '.join(options)}"
+            groups.append(override)
+    for override in overrides:
+        key = _full_key(override)
+        if override in groups or _options(hydra, override.key_or_group):
+            continue
+        known = keys(groups, key.startswith("hydra"))
         if key in known and override.is_add():
             return f"{override.input_line}: {key} exists, so write it without the +"
         if key not in known and not override.is_add() and not override.is_force_add():
-            return _unknown(key, [k for k in known if not k.startswith("hydra")])
+            return _unknown(key, known)
     return _flat(error)
+
+
+def _full_key(override: Override) -> str:
+    return override.key_or_group + (f"@{override.package}" if override.package else "")
 
 
 def _unknown(key: str, known: Iterable[str]) -> str:
@@ -325,6 +351,7 @@ def _unknown(key: str, known: Iterable[str]) -> str:
 
     parent, leaf = split(key)
     # The last name decides: a long shared prefix would make any neighbour look alike.
+    known = set(known)
     near = [(likeness(leaf, split(k)[1]) + likeness(parent, split(k)[0]) / 2, k) for k in known]
     near = sorted(((score, k) for score, k in near if likeness(leaf, split(k)[1]) >= 0.7), reverse=True)
     best = [k for score, k in near[:SHOWN] if score > near[0][0] - 0.15]
@@ -334,7 +361,9 @@ def _unknown(key: str, known: Iterable[str]) -> str:
         parent = split(parent)[0]
     beside = sorted({split(k)[1] for k in known if split(k)[0] == parent and "/" not in k})
     hint = "; model/connection=<kind> chooses another connection" if parent.endswith("connection") else ""
-    return f"{key}: no such setting; {parent or 'there'} has {', '.join(beside)}{hint}".replace("there has", "there are")
+    return f"{key}: no such setting; {parent or 'there'} has {', '.join(beside)}{hint}".replace(
+        "there has", "there are"
+    )
 
 
 def _options(hydra: Hydra, group: str) -> list[str]:
@@ -392,7 +421,9 @@ def _locate(settings: type[Settings], location: tuple[int | str, ...]) -> tuple[
     section, models = settings, [settings]
     for part in map(str, location):
         named = [model for model in models if part in model.model_fields]
-        tagged = [model for model in models if part in get_args(getattr(model.model_fields.get("kind"), "annotation", None))]
+        tagged = [
+            model for model in models if part in get_args(getattr(model.model_fields.get("kind"), "annotation", None))
+        ]
         if not models:
             break  # a member of a union of plain types
         if named:
@@ -427,7 +458,14 @@ def _expectation(annotation: Any, metadata: Iterable[Any] = ()) -> str:
         words = [_expectation(part, metadata) for part in parts]
         words = [word for text in words for word in re.split(r", | or ", text)]
         return f"{', '.join(words[:-1])} or {words[-1]}"
-    names = {int: "an integer", float: "a number", bool: "true or false", str: "a text", Path: "a path", NoneType: "null"}
+    names = {
+        int: "an integer",
+        float: "a number",
+        bool: "true or false",
+        str: "a text",
+        Path: "a path",
+        NoneType: "null",
+    }
     bounds = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
     limits = [f"{sign} {getattr(m, bound)}" for m in metadata for bound, sign in bounds.items() if hasattr(m, bound)]
     if annotation not in (int, float):

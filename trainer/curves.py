@@ -30,7 +30,8 @@ def published_curve(results: dict[str, Any]) -> tuple[list[int], list[float]] | 
 def curve_label(results: dict[str, Any]) -> str:
     """Which model, puzzles, cycles and weights a line stands for."""
     r = results
-    return f"{r['model']}: {r['data']} {r['split']}, n={r['n']}, H={r['H_cycles']} L={r['L_cycles']}, {r['weights']}, seed {r['seed']}"
+    cycles = f"H={r['H_cycles']} L={r['L_cycles']}"
+    return f"{r['model']}: {r['data']} {r['split']}, n={r['n']}, {cycles}, {r['weights']}, seed {r['seed']}"
 
 
 def draw_depth_curve(results: list[dict[str, Any]], path: Path) -> None:
@@ -41,7 +42,9 @@ def draw_depth_curve(results: list[dict[str, Any]], path: Path) -> None:
         exact = [100 * d["exact_accuracy"] for d in r["depths"]]
         axes.plot(layers, exact, marker="." if len(layers) < 60 else "", color=colour, label=curve_label(r))
         if (published := published_curve(r)) is not None:
-            axes.plot(*published, linestyle="--", marker="x", color=colour, alpha=0.6, label=f"{r['model']}: paper, n=32768")
+            axes.plot(
+                *published, linestyle="--", marker="x", color=colour, alpha=0.6, label=f"{r['model']}: paper, n=32768"
+            )
     trained = {
         t["segments"] * t["H_cycles"] * (t["L_cycles"] + 1) * r["model_settings"]["layers"]
         for r in results

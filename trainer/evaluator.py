@@ -13,13 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.build import Split
-from data.sudoku import Box, is_complete_solution
+from data.arrays import Split
+from data.sudoku import BLANK_TOKEN, Box, is_complete_solution
 from models.core import LoopedReasoner, Memory
 from trainer.config import EvalConfig, ScheduleConfig
 from trainer.errors import UserError
-
-BLANK = 1  # token of an empty cell; a digit d has token d + 1
 
 
 @dataclass(frozen=True)
@@ -113,7 +111,7 @@ class _BatchPass:
         batch, device = tokens.shape[0], tokens.device
         self.tokens, self.labels, self.box, self.halting = tokens, labels, box, halting
         self.real = torch.arange(batch, device=device) < real  # filler rows of the last batch count nowhere
-        self.blank = tokens == BLANK
+        self.blank = tokens == BLANK_TOKEN
         self.answer = torch.zeros_like(tokens)
         self.halted = torch.zeros(batch, dtype=torch.bool, device=device)
         self.recognised = torch.zeros_like(self.halted)
@@ -126,7 +124,10 @@ class _BatchPass:
         running = ~self.halted
         self.answer = torch.where(running[:, None], logits.argmax(-1).to(self.answer.dtype), self.answer)
         self.segments.masked_fill_(running, segments_begun)
-        digits, givens = (self.answer.long() - BLANK).clamp(min=0), (self.tokens.long() - BLANK).clamp(min=0)
+        digits, givens = (
+            (self.answer.long() - BLANK_TOKEN).clamp(min=0),
+            (self.tokens.long() - BLANK_TOKEN).clamp(min=0),
+        )
         self.recognised |= is_complete_solution(digits, givens, self.box)
         right = self.answer == self.labels
         self.exact = right.all(-1)
@@ -163,7 +164,7 @@ def evaluate(
     n = len(split.inputs)
     if n == 0:
         raise UserError("evaluation: the split holds no puzzles; choose another split or eval.n")
-    cells = int((split.inputs == BLANK).sum())
+    cells = int((split.inputs == BLANK_TOKEN).sum())
     if cells == 0:
         raise UserError("evaluation: no puzzle has an empty cell, so there is nothing to score; choose another split")
     device = model.H_init.device
@@ -182,7 +183,7 @@ def evaluate(
         run = _BatchPass(tokens, labels, real, box, halting, points)
         memory, done = model.start(batch_size), 0
 
-        def after_outer(memory: Memory, run: _BatchPass = run) -> None:
+        def after_outer(memory: Memory, run: _BatchPass = run, real: int = real) -> None:
             nonlocal done
             done += 1
             if done in wanted:  # the end of a segment always is

@@ -6,17 +6,15 @@ step; rows that should halt are marked. The rare events (log, validate, save) fo
 
 import logging
 import math
-import time
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from data.build import PuzzleData, load_puzzle_data
+from data.arrays import PuzzleData
+from data.build import load_puzzle_data
 from data.sampler import TrainSampler
-from data.sudoku import Box
 from models.connections import AttentionResidual, ConstantStep, FullAttentionResidual
 from models.core import LoopedReasoner, Memory
 from models.halting import exploration_minimum
@@ -25,7 +23,7 @@ from trainer.capacity import choose_micro_batch, seconds_per_step
 from trainer.checkpoint import save_checkpoint
 from trainer.config import TrainConfig
 from trainer.errors import UserError
-from trainer.evaluator import Evaluation, evaluate, resolve_depth
+from trainer.evaluator import evaluate, resolve_depth
 from trainer.metrics import Tracker, progress_bar
 from trainer.optim import AveragedWeights, build_adamw, lr_factor, set_lr, sign_sgd
 from trainer.report import final_report
@@ -131,7 +129,9 @@ def forward_backward(model: LoopedReasoner, carry: Carry, config: TrainConfig, m
         row_gradients.append(rows.grad)
         if q is not None:
             halt_logits.append(q.detach())
-        for name, value in zip(names, (loss.cells, halt_loss, loss.cells_right.sum(), loss.cells_supervised.sum()), strict=True):
+        for name, value in zip(
+            names, (loss.cells, halt_loss, loss.cells_right.sum(), loss.cells_supervised.sum()), strict=True
+        ):
             sums[name] += value.detach().cpu()
     return StepResult(
         Memory.cat(memories),
@@ -172,7 +172,7 @@ def announce(model: LoopedReasoner, config: TrainConfig, data: PuzzleData, runti
         f"model {config.model.name}: {counts['parameters']:,} parameters ({counts['without_embeddings']:,} without "
         f"embeddings and output head; puzzle table of {counts['puzzle_table']:,} numbers not counted)"
     )
-    sampler = TrainSampler(data.train, Box(data.meta.box_rows, data.meta.box_cols), config.data.num_aug, config.data.seed)
+    sampler = TrainSampler(data.train, data.meta.box, config.data.num_aug, config.seed, config.data.seed)
     sample = sampler.draw(0, schedule.global_batch)
     tokens, labels = sample.inputs.to(runtime.device), sample.labels.to(runtime.device, torch.int64)
     micro = config.trainer.micro_batch
@@ -191,7 +191,8 @@ def announce(model: LoopedReasoner, config: TrainConfig, data: PuzzleData, runti
     log.info(f"estimate: {seconds:.2f} s a step, {took} for {config.steps:,} steps, evaluation not counted")
     if hours > LONG_RUN_HOURS:
         log.info(
-            f"that is {hours / 24:.0f} days on this machine; the same pipeline at CPU size: python train.py experiment=sudoku6_cpu"
+            f"that is {hours / 24:.0f} days on this machine; the same pipeline at CPU size: "
+            "python train.py experiment=sudoku6_cpu"
         )
     return micro
 
@@ -201,7 +202,6 @@ def train(config: TrainConfig) -> dict[str, Any]:
     runtime = set_up(config.trainer)
     data = load_puzzle_data(config.data, log.info)
     seed_everything(config.seed)
-    box = Box(data.meta.box_rows, data.meta.box_cols)
     model = LoopedReasoner(config.model, data.meta.vocab_size, data.meta.seq_len, data.meta.num_puzzle_ids)
     model.to(runtime.device)
     model.compute_dtype = runtime.dtype
@@ -210,12 +210,12 @@ def train(config: TrainConfig) -> dict[str, Any]:
 
     schedule, settings = config.schedule, config.trainer
     optimizer, averaged = build_adamw(model, schedule), AveragedWeights(model, schedule.ema)
-    sampler = TrainSampler(data.train, box, config.data.num_aug, config.seed)
+    sampler = TrainSampler(data.train, data.meta.box, config.data.num_aug, config.seed, config.data.seed)
     exploration = torch.Generator().manual_seed(config.seed)
     carry, drawn = empty_carry(model, schedule.global_batch), 0
     depth = resolve_depth(config.eval, schedule, config.model.layers)
-    best = -1.0
-    meta = data.meta.as_dict()
+    best = (-1, -1)
+    meta = asdict(data.meta)
 
     with Tracker(run_dir, config) as tracker, progress_bar(config.steps, "training") as bar:
         for step in range(1, config.steps + 1):
@@ -247,22 +247,28 @@ def train(config: TrainConfig) -> dict[str, Any]:
             # --- once in a while: log
             if step % settings.log_every == 0 or step == config.steps:
                 row = tracker.write(step, lr=schedule.lr * factor, **connection_facts(model))
-                bar.set_postfix(loss=f"{row['train/loss']:.3f}", exact=f"{row['train/exact_accuracy']:.3f}", refresh=False)
+                bar.set_postfix(
+                    loss=f"{row['train/loss']:.3f}", exact=f"{row['train/exact_accuracy']:.3f}", refresh=False
+                )
 
             # --- once in a while: validate with the averaged weights, keep the best
             validated = None
             if step == config.steps or (settings.eval_every and step % settings.eval_every == 0):
                 averaged.swap()
                 evaluation = evaluate(
-                    model, data.validation, box, depth, decode=config.eval.decode, batch_size=config.eval.batch_size
+                    model,
+                    data.validation,
+                    data.meta.box,
+                    depth,
+                    decode=config.eval.decode,
+                    batch_size=config.eval.batch_size,
                 )
                 averaged.swap()
                 validated = tracker.write_validation(step, evaluation)
-                if evaluation.last.exact_accuracy > best:
-                    best = evaluation.last.exact_accuracy
-                    save_checkpoint(
-                        run_dir / "best.safetensors", model, averaged.shadow, config, step, meta, validated
-                    )
+                score = (evaluation.last.exact, evaluation.last.cells_right)
+                if score >= best:  # cells break ties, and of equals the later one is kept
+                    best = score
+                    save_checkpoint(run_dir / "best.safetensors", model, averaged.shadow, config, step, meta, validated)
 
             # --- once in a while: save
             if step == config.steps or step % settings.checkpoint_every == 0:

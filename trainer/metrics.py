@@ -145,7 +145,9 @@ def _start_wandb(run_dir: Path, config: TrainConfig) -> Any:
     except wandb.errors.Error:
         mode = "offline"
     if mode == "offline":
-        log.info(f"logger=wandb: no API key, so this run is logged offline; later: wandb sync {run_dir / 'wandb'}/offline-*")
+        log.info(
+            f"logger=wandb: no API key, so this run is logged offline; later: wandb sync {run_dir / 'wandb'}/offline-*"
+        )
     return wandb.init(
         project=config.logger.project,
         entity=config.logger.entity,

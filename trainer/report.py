@@ -7,23 +7,24 @@ import csv
 import json
 import logging
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from data.build import DataMeta, PuzzleData, Split, load_puzzle_data
-from data.sudoku import Box
+from data.arrays import DataMeta, PuzzleData, Split, split_fingerprint
+from data.build import load_csv_puzzles, load_puzzle_data
+from data.sudoku import BLANK_TOKEN
 from models.core import LoopedReasoner
 from trainer.checkpoint import Checkpoint, find_checkpoint, load_checkpoint, write_atomically
 from trainer.config import EvalConfig, EvaluateConfig, TrainConfig
 from trainer.curves import draw_depth_curve
 from trainer.errors import UserError
-from trainer.evaluator import BLANK, Depth, Evaluation, evaluate, resolve_depth, subset
+from trainer.evaluator import Depth, Evaluation, evaluate, resolve_depth, subset
 from trainer.metrics import progress_bar
-from trainer.runtime import Runtime
+from trainer.runtime import Runtime, set_up
 
 log = logging.getLogger("longloop")
 
@@ -40,7 +41,7 @@ def ready_model(checkpoint: Checkpoint, weights: str, runtime: Runtime) -> Loope
 @torch.no_grad()
 def _seconds_per_puzzle_update(model: LoopedReasoner, depth: Depth, batch: int) -> float:
     """Seconds of one outer update of one puzzle, in a batch of the size that will run."""
-    tokens = torch.full((batch, model.seq_len), BLANK, device=model.H_init.device)
+    tokens = torch.full((batch, model.seq_len), BLANK_TOKEN, device=model.H_init.device)
     ids = torch.zeros(batch, dtype=torch.int32, device=tokens.device)
     x = model.encode(tokens, model.puzzle_rows(ids))
 
@@ -77,12 +78,14 @@ def choose_subset(
             raise UserError(f"eval.n={n}: the {where} split holds {total} puzzles; give at most that, or all")
     if n == total:
         return split, None
-    return subset(split, n, settings.subset_seed), f"random subset of {n} of {total}, eval.subset_seed={settings.subset_seed}"
+    return subset(
+        split, n, settings.subset_seed
+    ), f"random subset of {n} of {total}, eval.subset_seed={settings.subset_seed}"
 
 
 def by_blanks(split: Split, evaluation: Evaluation) -> list[dict[str, int]]:
     """Exact counts at the greatest depth, grouped by the number of empty cells."""
-    blanks = (split.inputs == BLANK).sum(1)
+    blanks = (split.inputs == BLANK_TOKEN).sum(1)
     return [
         {"empty_cells": int(b), "n": int((blanks == b).sum()), "exact": int(evaluation.exact[blanks == b].sum())}
         for b in np.unique(blanks)
@@ -90,7 +93,12 @@ def by_blanks(split: Split, evaluation: Evaluation) -> list[dict[str, int]]:
 
 
 def results_of(
-    evaluation: Evaluation, split: Split, checkpoint: Checkpoint, settings: EvalConfig, meta: DataMeta, label: str | None
+    evaluation: Evaluation,
+    split: Split,
+    checkpoint: Checkpoint,
+    settings: EvalConfig,
+    meta: DataMeta,
+    label: str | None,
 ) -> dict[str, Any]:
     """Everything about one evaluation, ready for JSON; the headline is exact accuracy at the greatest depth."""
     last, depth, config = evaluation.last, evaluation.depth, checkpoint.config
@@ -152,7 +160,9 @@ def write_results(folder: Path, results: dict[str, Any]) -> None:
 def depth_table(results: dict[str, Any], most: int = 12) -> list[str]:
     """At most `most` rows of the depth curve as text, the last always among them."""
     rows = results["depths"]
-    keep = {round(i * (len(rows) - 1) / max(1, most - 1)) for i in range(most)} if len(rows) > most else range(len(rows))
+    keep = (
+        {round(i * (len(rows) - 1) / max(1, most - 1)) for i in range(most)} if len(rows) > most else range(len(rows))
+    )
     lines = ["outer updates  executed layers  exact accuracy         cell accuracy  recognised so far"]
     for i in sorted(keep):
         r = rows[i]
@@ -168,9 +178,10 @@ def summary(results: dict[str, Any], folder: Path, prefix: str = "") -> list[str
     """The headline, labelled, with its counts and where the files lie."""
     r = results
     return [
-        f"{prefix}exact_accuracy = {r['exact_accuracy']:.4f} ({r['exact']}/{r['n']})   <- headline: puzzles with every cell right",
+        f"{prefix}exact_accuracy = {r['exact_accuracy']:.4f} ({r['exact']}/{r['n']})   <- headline: every cell right",
         f"{prefix}cell_accuracy = {r['cell_accuracy']:.4f} ({r['cells_right']}/{r['cells']})   (givens excluded)",
-        f"data {r['data']} [{r['data_fingerprint'][:12]}], split {r['split']}" + (f", {r['subset']}" if r["subset"] else ", all of it"),
+        f"data {r['data']} [{r['data_fingerprint'][:12]}], split {r['split']}"
+        + (f", {r['subset']}" if r["subset"] else ", all of it"),
         f"H={r['H_cycles']} L={r['L_cycles']}, {r['segments']} segments = {r['outer_updates']} outer updates = "
         f"{r['block_applications']:,} block applications = {r['executed_layers']:,} executed layers",
         f"weights {r['weights']} of step {r['checkpoint_step']} (seed {r['seed']}), halting {r['halting']}, mean segments "
@@ -190,7 +201,7 @@ def evaluate_checkpoint(
         evaluation = evaluate(
             model,
             chosen,
-            Box(meta.box_rows, meta.box_cols),
+            meta.box,
             depth,
             decode=settings.decode,
             halting=settings.halting == "on",
@@ -211,21 +222,26 @@ def final_report(config: TrainConfig, data: PuzzleData, run_dir: Path, runtime: 
     return results
 
 
+def own_puzzles(path: Path, trained_on: DataMeta) -> tuple[Split, DataMeta]:
+    """The puzzles of a CSV file, with an identity of their own: the file's name and the fingerprint of its rows."""
+    split = load_csv_puzzles(path, trained_on.box)
+    return split, replace(trained_on, name=path.name, source=str(path), fingerprint=split_fingerprint(split))
+
+
 def evaluate_program(config: EvaluateConfig) -> dict[str, Any]:
     """What evaluate.py does: load, check that data and checkpoint belong together, evaluate, write, print."""
     checkpoint = load_checkpoint(find_checkpoint(config.checkpoint, config.which))
     runtime = set_up(config.trainer)
-    trained_on = checkpoint.data_meta
+    trained_on = DataMeta(**checkpoint.data_meta)
     if config.puzzles is not None:
-        box = Box(trained_on["box_rows"], trained_on["box_cols"])
-        split, meta = own_puzzles(config.puzzles, box)
+        split, meta = own_puzzles(config.puzzles, trained_on)
     else:
         data = load_puzzle_data(checkpoint.config.data, log.info)
         split, meta = (data.test if config.eval.split == "test" else data.validation), data.meta
-        if meta.fingerprint != trained_on["fingerprint"]:
+        if meta.fingerprint != trained_on.fingerprint:
             raise UserError(
                 f"data {meta.name}: its fingerprint {meta.fingerprint[:12]} is not the checkpoint's "
-                f"({trained_on['name']}, {trained_on['fingerprint'][:12]}); give puzzles=<csv> to evaluate on other puzzles"
+                f"({trained_on.name}, {trained_on.fingerprint[:12]}); give puzzles=<csv> to evaluate on other puzzles"
             )
     log.info(f"evaluating {checkpoint.path} (step {checkpoint.step}, {config.eval.weights} weights)")
     results, evaluation = evaluate_checkpoint(checkpoint, split, meta, config.eval, runtime)

@@ -5,6 +5,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -13,13 +14,13 @@ from typing import Any
 import torch
 import yaml
 
+from data.arrays import DataMeta
 from models.core import LoopedReasoner
 from trainer.config import TrainConfig
 from trainer.errors import UserError
 
 PROJECT = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch", "numpy", "numba", "hydra-core", "omegaconf", "pydantic", "safetensors")
-RECORDED = ("config.yaml", "environment.json")
 
 
 def _git(*arguments: str) -> str | None:
@@ -55,7 +56,7 @@ def environment(model: LoopedReasoner) -> dict[str, Any]:
     }
 
 
-def record_run(config: TrainConfig, model: LoopedReasoner, meta: Any) -> Path:
+def record_run(config: TrainConfig, model: LoopedReasoner, meta: DataMeta) -> Path:
     """Create the run directory and write config.yaml and environment.json; a directory with a run in it is refused."""
     run_dir = config.run_dir
     if (run_dir / "metrics.jsonl").exists():
@@ -63,7 +64,7 @@ def record_run(config: TrainConfig, model: LoopedReasoner, meta: Any) -> Path:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
-        facts = {**environment(model), "data": meta.as_dict()}
+        facts = {**environment(model), "data": asdict(meta)}
         (run_dir / "environment.json").write_text(json.dumps(facts, indent=1) + "\n")
     except OSError as error:
         raise UserError(f"run_dir={run_dir}: cannot be written ({error.strerror}); choose another run_dir") from error

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.build import Split
+from data.arrays import Split
 from data.sudoku import (
     BLANKS,
     SYMBOLS,
@@ -126,7 +126,9 @@ def solve_program(config: SolveConfig) -> int:
         print(format_grid(answer, box))
         print("".join(("." + box.symbols)[d] for d in answer))
         print(f"loops: {segments} of at most {depth.segments} segments ({layers:,} executed layers)")
-        print("valid: complete, keeps the givens, breaks no rule" if not problems else "NOT valid: " + "; ".join(problems))
+        print(
+            "valid: complete, keeps the givens, breaks no rule" if not problems else "NOT valid: " + "; ".join(problems)
+        )
         print()
     if len(puzzles) > 1:
         print(f"{valid} of {len(puzzles)} answers are valid")
