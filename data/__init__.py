@@ -1,1 +1,1 @@
-"""Sudoku puzzles: rules (`sudoku`), generation (`generate`), symmetries (`symmetry`), data sets (`build`), `sampler`."""
+"""Sudoku: rules (`sudoku`), puzzles (`generate`), symmetries (`symmetry`), data sets (`build`), draws (`sampler`)."""

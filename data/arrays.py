@@ -65,7 +65,7 @@ class DataMeta:
 
 @dataclass(frozen=True)
 class PuzzleData:
-    """A prepared data set. No puzzle stands in two splits, even up to symmetry (`meta.checks` says what was checked)."""
+    """A prepared data set. No puzzle stands in two splits, even up to symmetry (see `meta.checks`)."""
 
     train: Split
     """Base puzzles, before augmentation."""

@@ -34,13 +34,12 @@ def check_source(config: DataConfig) -> None:
                     f"data.path={config.path}: no file {file.name} there; get train.csv and test.csv from "
                     f"https://huggingface.co/datasets/{SUDOKU_EXTREME} and put them into that folder"
                 )
-    prepared = _prepared(config)
-    if config.source == "cache" and prepared is None:
+    if config.source == "cache" and _prepared(config) is None:
         raise UserError(
             f"data.source=cache: no prepared data in {_real_folder(config)}; prepare it once with data.source=csv or "
             "data.source=hub, or copy that folder there"
         )
-    if config.source == "hub" and prepared is None and config.hub_id is not None:
+    if config.source == "hub" and config.hub_id is not None and _prepared(config) is None:
         try:
             check_hub(config.hub_id, config.hub_timeout)
         except HubUnavailable as error:

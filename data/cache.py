@@ -8,7 +8,6 @@ import dataclasses
 import hashlib
 import io
 import json
-import os
 import re
 import shutil
 import tempfile
@@ -64,13 +63,13 @@ def write_data(folder: Path, data: PuzzleData) -> None:
         try:
             _write_files(building, data)
             building.chmod(0o755)
-            _publish(building, folder)
+            _publish(building, folder, data.meta)
         finally:
             shutil.rmtree(building, ignore_errors=True)
     except OSError as error:
         raise UserError(
-            f"data.cache_dir={folder.parent}: cannot keep the prepared data there ({error.strerror}); set data.cache_dir "
-            "to a folder on a disk with room where you may write"
+            f"data.cache_dir={folder.parent}: cannot keep the prepared data there ({error.strerror}); set "
+            "data.cache_dir to a folder on a disk with room where you may write"
         ) from error
 
 
@@ -88,20 +87,20 @@ def _write_files(folder: Path, data: PuzzleData) -> None:
     (folder / "meta.json").write_text(json.dumps(record, indent=2) + "\n")
 
 
-def _publish(building: Path, folder: Path) -> None:
-    """Rename the finished folder into place. Another process may do the same at the same moment; either result is good."""
+def _publish(building: Path, folder: Path, meta: DataMeta) -> None:
+    """Rename the finished folder into place. What another process has put there meanwhile stays if it is the same."""
     try:
         building.rename(folder)
     except OSError:
-        if not folder.is_dir():
+        present = read_meta(folder)
+        if present is None:
             raise
+        if (present.source, present.revision, present.fingerprint) == (meta.source, meta.revision, meta.fingerprint):
+            return
         old = Path(tempfile.mkdtemp(prefix=".replaced-", dir=folder.parent))
         try:
-            os.replace(folder, old)  # an empty folder may be replaced
+            folder.replace(old)  # onto an empty folder, so that there is no half-deleted one at any time
             building.rename(folder)
-        except OSError:
-            if not (folder / "meta.json").exists():
-                raise
         finally:
             shutil.rmtree(old, ignore_errors=True)
 

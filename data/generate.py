@@ -22,8 +22,8 @@ GENERATOR_VERSION = 1
 ATTEMPTS = 5_000
 """Puzzles drawn for one that singles do not solve, before giving up on the box shape."""
 MAX_GUESSES = 20_000
-"""Guesses per uniqueness proof. Up to 12 digits never reached; beyond, a clue whose removal cannot be decided within it
-stays (so such a puzzle is unique but perhaps not minimal), and ratings stop there."""
+"""Guesses per uniqueness proof. Far beyond what puzzles of up to 16 digits need. With 25 digits a clue whose removal cannot be
+decided within it stays (so such a puzzle is unique but perhaps not minimal), and ratings stop there."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,11 @@ class Puzzles:
 
 
 @lru_cache
-def neighbours(box: Box) -> tuple[np.ndarray, np.ndarray]:
-    """(peers int32[S, P], units int32[3 digits, digits]): cells that share a unit with a cell, and the units' cells."""
+def neighbours(box: Box) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """int32 tables peers[S, P], units[3 digits, digits] and units_of[S, 3].
+
+    They hold the cells that share a unit with a cell, the cells of a unit, and the units of a cell.
+    """
     n = box.digits
     cells = np.arange(box.cells).reshape(n, n)
     boxes = cells.reshape(box.cols, box.rows, box.rows, box.cols).swapaxes(1, 2).reshape(n, n)
@@ -54,7 +57,9 @@ def neighbours(box: Box) -> tuple[np.ndarray, np.ndarray]:
     for unit in units:
         shares[np.ix_(unit, unit)] = True
     np.fill_diagonal(shares, False)
-    return np.nonzero(shares)[1].reshape(box.cells, -1).astype(np.int32), units
+    peers = np.nonzero(shares)[1].reshape(box.cells, -1).astype(np.int32)
+    units_of = np.argsort(units.reshape(-1), kind="stable").reshape(box.cells, 3).astype(np.int32) // n
+    return peers, units, units_of
 
 
 def generate(box: Box, n: int, seed: int, difficulty: Difficulty = "any", first: int = 0) -> Puzzles:
@@ -68,14 +73,14 @@ def generate(box: Box, n: int, seed: int, difficulty: Difficulty = "any", first:
     for part in (box.rows, box.cols, int(hard)):
         stream = kernels.mix64(stream * kernels.GOLDEN + np.uint64(part + 1))
     keys = kernels.mix64(stream + np.arange(first, first + n, dtype=np.uint64) * kernels.GOLDEN)
-    peers, units = neighbours(box)
+    tables = neighbours(box)
     puzzles = np.empty((n, box.cells), np.uint8)
     solutions = np.empty((n, box.cells), np.uint8)
     rating = np.empty(n, np.int32)
     # A first puzzle by itself shows whether the difficulty exists at all before many are tried in vain.
     for part in (slice(0, 1), slice(1, n)):
         kernels.make_puzzles(
-            keys[part], peers, units, hard, ATTEMPTS, MAX_GUESSES, puzzles[part], solutions[part], rating[part]
+            keys[part], *tables, hard, ATTEMPTS, MAX_GUESSES, puzzles[part], solutions[part], rating[part]
         )
         if (rating[part] < 0).any():
             raise UserError(
@@ -87,15 +92,15 @@ def generate(box: Box, n: int, seed: int, difficulty: Difficulty = "any", first:
 
 def count_solutions(grid: np.ndarray, box: Box, limit: int = 2) -> int:
     """How many solutions a puzzle uint8[S] has, counted up to limit (2 tells whether it is unique)."""
-    peers, units = neighbours(box)
+    tables = neighbours(box)
     scratch = np.empty(box.cells, np.uint8)
-    return kernels.solve_grid(np.asarray(grid, np.uint8), peers, units, limit, np.iinfo(np.int64).max, scratch)[0]
+    return kernels.solve_grid(np.asarray(grid, np.uint8), *tables, limit, np.iinfo(np.int64).max, scratch)[0]
 
 
 def solve(grid: np.ndarray, box: Box) -> np.ndarray | None:
     """The first solution of a puzzle uint8[S], as uint8[S]; None when there is none."""
-    peers, units = neighbours(box)
+    tables = neighbours(box)
     solution = np.empty(box.cells, np.uint8)
     unlimited = np.iinfo(np.int64).max
-    found, _ = kernels.solve_grid(np.asarray(grid, np.uint8), peers, units, 1, unlimited, solution)
+    found, _ = kernels.solve_grid(np.asarray(grid, np.uint8), *tables, 1, unlimited, solution)
     return solution if found else None

@@ -53,11 +53,8 @@ def fetch_hub(hub_id: str, box: Box, timeout: float) -> tuple[Puzzles, Puzzles, 
 
 def _use_network(hub_id: str, timeout: float) -> bool:
     """Whether to talk to the hub: not for a local folder, not when switched off, not when it does not answer."""
-    if Path(hub_id).is_dir() or any(
-        os.environ.get(s, "").upper() in ("1", "ON", "YES", "TRUE") for s in _OFFLINE_SWITCHES
-    ):
-        return False
-    return _answers(hub_id, timeout)
+    switched_off = any(os.environ.get(s, "").upper() in ("1", "ON", "YES", "TRUE") for s in _OFFLINE_SWITCHES)
+    return not switched_off and not Path(hub_id).is_dir() and _answers(hub_id, timeout)
 
 
 def _answers(hub_id: str, timeout: float) -> bool:

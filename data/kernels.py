@@ -122,14 +122,31 @@ def propagate(candidates, peers, units, queue, queued):
 
 
 @compiled
-def start(grid, candidates, peers, units, queue):
-    """Candidates of a puzzle after propagation; False on a contradiction. A cell already narrowed keeps its mask."""
-    queued = ZERO
+def start(grid, candidates, peers, units, units_of, queue):
+    """Candidates of a puzzle after propagation; False on a contradiction. They are narrowed from what is there already.
+
+    units_of int32[S, 3]: the units a cell belongs to.
+    """
+    used = np.zeros(units.shape[0], np.int32)
     for cell in range(grid.shape[0]):
         if grid[cell]:
-            candidates[cell] = 1 << (grid[cell] - 1)
-            queue[queued] = cell
-            queued += 1
+            bit = 1 << (grid[cell] - 1)
+            for j in range(3):
+                if used[units_of[cell, j]] & bit:
+                    return False
+                used[units_of[cell, j]] |= bit
+            candidates[cell] = bit
+    queued = ZERO
+    for cell in range(grid.shape[0]):
+        if grid[cell] == 0:
+            taken = used[units_of[cell, 0]] | used[units_of[cell, 1]] | used[units_of[cell, 2]]
+            rest = candidates[cell] & ~taken
+            if rest == 0:
+                return False
+            candidates[cell] = rest
+            if rest & (rest - 1) == 0:
+                queue[queued] = cell
+                queued += 1
     return propagate(candidates, peers, units, queue, queued)
 
 
@@ -203,19 +220,19 @@ def search(stack, peers, units, queue, limit, max_guesses, random_order, state, 
 
 
 @compiled
-def solve_grid(grid, peers, units, limit, max_guesses, solution):
+def solve_grid(grid, peers, units, units_of, limit, max_guesses, solution):
     """(solutions found up to limit, guesses) of a puzzle uint8[S]; the first solution goes to solution uint8[S]."""
     cells = grid.shape[0]
     stack = np.empty((cells + 1, cells), np.int32)
     queue = np.empty(cells + 1, np.int32)
     stack[0] = (1 << units.shape[1]) - 1
-    if not start(grid, stack[0], peers, units, queue):
+    if not start(grid, stack[0], peers, units, units_of, queue):
         return 0, 0
     return search(stack, peers, units, queue, limit, max_guesses, ZERO, np.zeros(1, np.uint64), solution)
 
 
 @compiled
-def make_puzzles(keys, peers, units, hard, attempts, max_guesses, puzzles, solutions, rating):
+def make_puzzles(keys, peers, units, units_of, hard, attempts, max_guesses, puzzles, solutions, rating):
     """One minimal puzzle per key (uint64[n]), into puzzles and solutions uint8[n, S] and rating int32[n].
 
     hard: draw until singles alone do not solve the puzzle. A row that fails `attempts` times gets rating -1.
@@ -242,20 +259,14 @@ def make_puzzles(keys, peers, units, hard, attempts, max_guesses, puzzles, solut
                 # Can the cell be anything else? If so, the clue is needed, and stays needed with fewer clues around.
                 digit = puzzle[cell]
                 puzzle[cell] = 0
-                others = full ^ (1 << (digit - 1))
-                for j in range(peers.shape[1]):
-                    if puzzle[peers[cell, j]]:
-                        others &= ~(1 << (puzzle[peers[cell, j]] - 1))
-                if others == 0:
-                    continue
                 stack[0] = full
-                stack[0, cell] = others
-                if start(puzzle, stack[0], peers, units, queue):
+                stack[0, cell] = full ^ (1 << (digit - 1))
+                if start(puzzle, stack[0], peers, units, units_of, queue):
                     found, guesses = search(stack, peers, units, queue, ONE, max_guesses, ZERO, state, scratch)
                     if found:
                         puzzle[cell] = digit
             stack[0] = full
-            start(puzzle, stack[0], peers, units, queue)
+            start(puzzle, stack[0], peers, units, units_of, queue)
             found, guesses = search(stack, peers, units, queue, ONE + ONE, max_guesses, ZERO, state, scratch)
             if guesses > 0 or not hard:
                 rating[i] = guesses

@@ -62,8 +62,8 @@ def _distinct_puzzles(box: Box, count: int, seed: int, difficulty: Difficulty, s
         if barren >= _BARREN_LIMIT:
             raise UserError(
                 f"data.train_puzzles + data.validation_puzzles + data.test_puzzles = {count}: only "
-                f"{len(kept.puzzles)} {box.size_name} puzzles of difficulty={difficulty} differ up to symmetry (the last "
-                f"{barren} drawn were all repeats); ask for at most {len(kept.puzzles)} in all"
+                f"{len(kept.puzzles)} {box.size_name} puzzles of difficulty={difficulty} differ up to symmetry (the "
+                f"last {barren} drawn were all repeats); ask for at most {len(kept.puzzles)} in all"
             )
         if count > _CHUNK and len(kept.puzzles) < count:
             say(f"generated {len(kept.puzzles):,} of {count:,} puzzles")

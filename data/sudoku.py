@@ -66,14 +66,12 @@ def parse_puzzle(text: str, box: Box) -> np.ndarray:
     Raises UserError on a wrong number of cells, an unknown character or a digit beyond the box.
     """
     digit_of = {symbol: d for d, symbol in enumerate(SYMBOLS, start=1)} | dict.fromkeys(BLANKS, 0)
-    cells: list[int] = []
-    dashes = 0
+    cells: list[int] = []  # -1 for a dash, whose meaning shows only at the end
     for position, raw in enumerate(text, start=1):
         char = raw.upper()
         if char.isspace() or char in "|+":
             continue
         if char == "-":
-            dashes += 1
             cells.append(-1)
             continue
         if char not in digit_of:
@@ -87,16 +85,14 @@ def parse_puzzle(text: str, box: Box) -> np.ndarray:
                 f"{box.symbols[0]}-{box.symbols[-1]}"
             )
         cells.append(digit_of[char])
-    if dashes and len(cells) == box.cells:
-        cells = [max(cell, 0) for cell in cells]
-    else:
+    if len(cells) != box.cells:
         cells = [cell for cell in cells if cell >= 0]
     if len(cells) != box.cells:
         raise UserError(
             f"puzzle: {len(cells)} cells found, {box.cells} expected for {box.size_name}; give every cell, with 0 or . "
             "for a blank"
         )
-    return np.array(cells, dtype=np.uint8)
+    return np.maximum(cells, 0).astype(np.uint8)
 
 
 def _place(text: str, position: int) -> str:

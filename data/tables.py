@@ -62,8 +62,8 @@ def _csv_rows(lines: Iterable[str], path: Path, with_answers: bool) -> Iterator[
                 continue
             if len(fields) != len(header):
                 raise UserError(
-                    f"{path}, line {reader.line_num}: {len(fields)} fields, {len(header)} expected; the file may be cut "
-                    "off: get it again or mend the line"
+                    f"{path}, line {reader.line_num}: {len(fields)} fields, {len(header)} expected; the file may be "
+                    "cut off: get it again or mend the line"
                 )
             place = f"{path}, line {reader.line_num}"
             yield (
@@ -102,7 +102,7 @@ def _checked(rows: list[Row], box: Box, with_answers: bool) -> Puzzles:
     if with_answers:
         solutions = _parse_column(answers, places, "answer", box)
         right = is_complete_solution(torch.from_numpy(solutions), torch.from_numpy(puzzles), box).numpy()
-        for i in np.flatnonzero(~right)[:1]:
+        for i in np.flatnonzero(~right)[:1].tolist():
             faults = rule_violations(solutions[i], box)
             changed = np.flatnonzero((puzzles[i] > 0) & (puzzles[i] != solutions[i]))
             if len(changed):
@@ -125,7 +125,7 @@ def _parse_column(texts: Sequence[str], places: Sequence[str], column: str, box:
     plain = [len(text) == box.cells and text.isascii() for text in texts]
     joined = "".join(text if good else "?" * box.cells for text, good in zip(texts, plain, strict=True))
     digits = digit_of[np.frombuffer(joined.encode("ascii"), np.uint8)].reshape(len(texts), box.cells)
-    for i in np.flatnonzero((digits == 255).any(axis=1)):
+    for i in np.flatnonzero((digits == 255).any(axis=1)).tolist():
         digits[i] = _at(places[i], column, lambda i=i: parse_puzzle(texts[i], box))
     return digits
 

@@ -16,7 +16,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.ops import attention_residual_update, score
+from models.ops import attention_residual_update, score, wide
 from trainer.config import (
     AttentionResidualConfig,
     CarryLastConfig,
@@ -36,7 +36,7 @@ class StateMemory(NamedTuple):
 
 
 class DecayMemory(NamedTuple):
-    """Memory of the streaming attention residual, float32 whatever the block's dtype."""
+    """Memory of the streaming attention residual, float32 whatever the block's dtype (float64 stays, for checks)."""
 
     h: Tensor
     """[B, T, D]"""
@@ -52,7 +52,7 @@ class HistoryMemory(NamedTuple):
     z: Tensor
     """[B, K, T, D]"""
     s: Tensor
-    """[B, K, T], scores; -inf hides a candidate."""
+    """[B, K, T], score minus lambda times age; -inf hides a candidate."""
 
 
 def where_rows(rows: Tensor, fresh: Tensor, old: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ class CarryLast(Connection[StateMemory]):
 
 
 class ConstantStep(Connection[StateMemory]):
-    """h_t = c z_t + (1 - c) h_{t-1}, c fixed or a learned sigmoid; state in float32."""
+    """h_t = c z_t + (1 - c) h_{t-1}, c fixed or a learned sigmoid; state in float32 (float64 stays)."""
 
     def __init__(self, config: ConstantStepConfig):
         super().__init__()
@@ -104,11 +104,11 @@ class ConstantStep(Connection[StateMemory]):
         return self.fixed_step if self.raw_step is None else torch.sigmoid(self.raw_step)
 
     def init(self, z_0: Tensor) -> StateMemory:
-        return StateMemory(z_0.float())
+        return StateMemory(wide(z_0))
 
     def step(self, memory: StateMemory, z: Tensor) -> StateMemory:
         c = self.step_size()
-        return StateMemory(c * z.float() + (1 - c) * memory.h)
+        return StateMemory(c * wide(z) + (1 - c) * memory.h)
 
 
 class _Decay(nn.Module):
@@ -140,9 +140,9 @@ class _Decay(nn.Module):
         return torch.exp(-self.lam())
 
     def score(self, z: Tensor) -> Tensor:
-        """query . RMSNorm(z): [B, T, D] -> float32 [B, T]."""
+        """query . RMSNorm(z): [B, T, D] -> float32 [B, T] (float64 stays)."""
         if self.query is None:
-            return z.new_zeros(z.shape[:-1], dtype=torch.float32)
+            return torch.zeros_like(wide(z)[..., 0])
         return score(z, self.query, self.eps)
 
 
@@ -151,11 +151,12 @@ class AttentionResidual(_Decay, Connection[DecayMemory]):
 
     def init(self, z_0: Tensor) -> DecayMemory:
         s = self.score(z_0)
-        return DecayMemory(z_0.float(), s if self.include_initial else torch.full_like(s, -math.inf))
+        return DecayMemory(wide(z_0), s if self.include_initial else torch.full_like(s, -math.inf))
 
     def restart(self, memory: DecayMemory) -> DecayMemory:
-        # The present state always counts as a candidate: it is no longer the initial buffer.
-        return DecayMemory(memory.h, self.score(memory.h))
+        # The present state counts as a candidate, unless it is still an initial state that does not.
+        nothing_kept = memory.log_d.isneginf()
+        return DecayMemory(memory.h, self.score(memory.h).masked_fill(nothing_kept, -math.inf))
 
     def step(self, memory: DecayMemory, z: Tensor) -> DecayMemory:
         return DecayMemory(*attention_residual_update(memory.h, memory.log_d, z, self.score(z), self.lam()))
@@ -170,10 +171,12 @@ class FullAttentionResidual(_Decay, Connection[HistoryMemory]):
     def init(self, z_0: Tensor) -> HistoryMemory:
         s = self.score(z_0)
         s = s if self.include_initial else torch.full_like(s, -math.inf)
-        return HistoryMemory(z_0.float(), z_0.float()[:, None], s[:, None])
+        return HistoryMemory(wide(z_0), wide(z_0)[:, None], s[:, None])
 
     def restart(self, memory: HistoryMemory) -> HistoryMemory:
-        return HistoryMemory(memory.h, memory.h[:, None], self.score(memory.h)[:, None])
+        nothing_kept = memory.s.isneginf().all(1)
+        s = self.score(memory.h).masked_fill(nothing_kept, -math.inf)
+        return HistoryMemory(memory.h, memory.h[:, None], s[:, None])
 
     def reset(self, memory: HistoryMemory, fresh: HistoryMemory, rows: Tensor) -> HistoryMemory:
         # Rows of one batch share K, so a fresh row keeps its old slots, hidden, and starts in the newest one.
@@ -184,10 +187,11 @@ class FullAttentionResidual(_Decay, Connection[HistoryMemory]):
         return HistoryMemory(where_rows(rows, fresh.h, memory.h), z, where_rows(rows, hidden, memory.s))
 
     def step(self, memory: HistoryMemory, z: Tensor) -> HistoryMemory:
-        z_all = torch.cat([memory.z, z.float()[:, None]], dim=1)
-        s_all = torch.cat([memory.s, self.score(z)[:, None]], dim=1)
-        age = torch.arange(s_all.shape[1] - 1, -1, -1, device=z.device)
-        weight = torch.softmax(s_all - self.lam() * age[:, None], dim=1)
+        # Candidates age by lambda a step, so that a step without gradient, or with an older lambda, stays as it was: what
+        # log_d does in the streaming form.
+        z_all = torch.cat([memory.z, wide(z)[:, None]], dim=1)
+        s_all = torch.cat([memory.s - self.lam(), self.score(z)[:, None]], dim=1)
+        weight = torch.softmax(s_all, dim=1)
         return HistoryMemory((weight[..., None] * z_all).sum(1), z_all, s_all)
 
 

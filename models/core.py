@@ -147,14 +147,19 @@ class LoopedReasoner(nn.Module):
         """
         if self.inner_span == "segment":
             memory = memory._replace(inner=self.inner.restart(memory.inner))
+        grad_outer_cycles = grad_outer_cycles if torch.is_grad_enabled() else 0
+        x_here = x.detach()
         for outer in range(H_cycles):
-            carries_gradient = outer >= H_cycles - grad_outer_cycles
-            with torch.set_grad_enabled(carries_gradient and torch.is_grad_enabled()):
+            if outer == H_cycles - grad_outer_cycles:
+                # All differentiated updates, the first too, then see inputs alike, and so share one compiled graph; the
+                # others share theirs with evaluation, where x has no gradient either.
+                memory, x_here = memory.map(lambda t: t.detach().requires_grad_()), x
+            with torch.set_grad_enabled(outer >= H_cycles - grad_outer_cycles):
                 if self.inner_span == "outer_cycle":
                     memory = memory._replace(inner=self.inner.restart(memory.inner))
                 for _ in range(L_cycles):
-                    memory = memory._replace(inner=self.inner_update(memory, x))
-                memory = memory._replace(outer=self.outer_update(memory, x))
+                    memory = memory._replace(inner=self.inner_update(memory, x_here))
+                memory = memory._replace(outer=self.outer_update(memory, x_here))
             if after_outer is not None:
                 after_outer(memory)
         return memory

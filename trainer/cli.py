@@ -1,9 +1,9 @@
 """What train.py, evaluate.py and solve.py share: one line for a mistake, no directory before the settings are right.
 
-    run_train(job, argv=None)                            train.py; job(config: TrainConfig) runs under Hydra, also per -m job
-    compose_settings(name, argv, EvaluateConfig)         evaluate.py and solve.py; returns settings, creates nothing
-    run_program(main)                                    calls main(), turns UserError into one line and exit code 2
-    dump_config(config)                                  YAML that `python train.py from=<file>` reads again
+    run_train(job, argv=None)                       train.py; job(config: TrainConfig) runs under Hydra, once per -m job
+    compose_settings(name, argv, EvaluateConfig)    evaluate.py and solve.py; returns settings, creates nothing
+    run_program(main)                               calls main(), turns UserError into one line and exit code 2
+    dump_config(config)                             YAML that `python train.py from=<file>` reads again
 
 evaluate.py then ends in
 
@@ -26,7 +26,7 @@ from typing import NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
@@ -53,7 +53,7 @@ crash_log = logging.getLogger(
 
 
 def run_program(main: Callable[[], int | None]) -> NoReturn:
-    """Runs a program and exits: its own code, 2 for a UserError, 130 for ctrl-C, and 1 with a traceback for the rest."""
+    """Runs a program and exits: its own code, 2 for a UserError, 130 for ctrl-C, 1 with a traceback for the rest."""
     try:
         code = main() or 0
     except (UserError, ValidationError) as error:
@@ -65,7 +65,7 @@ def run_program(main: Callable[[], int | None]) -> NoReturn:
 
 
 def compose_settings(name: str, argv: Sequence[str], settings: type[SettingsT]) -> SettingsT:
-    """The validated settings of conf/<name>.yaml with the overrides in argv. Creates nothing. Exits after --help etc."""
+    """The validated settings of conf/<name>.yaml with the overrides in argv. Creates nothing; exits after --help."""
     command = _parse(argv)
     if command.multirun:
         raise UserError(f"--multirun is for train.py; run {name}.py once for each value")
@@ -91,7 +91,7 @@ def _train(job: Callable[[TrainConfig], None], argv: list[str]) -> int:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         # Where ranks come in: rank 0 alone composes, claims the directory and broadcasts both; the others skip Hydra.
         raise UserError(
-            f"WORLD_SIZE={os.environ['WORLD_SIZE']}: training runs as one process for now; start train.py without torchrun"
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']}: training is one process for now; start train.py without torchrun"
         )
     if HYDRA_FLAGS.intersection(argv):
         return _under_hydra(job, argv, [""])
@@ -160,8 +160,9 @@ def _under_hydra(job: Callable[[TrainConfig], None], argv: list[str], labels: li
         sys.argv = started_as
     if not sweep and failures:
         raise failures[0]
-    if any(not isinstance(error, UserError) for error in failures):
-        raise ExceptionGroup(f"{len(failures)} of {len(labels)} jobs failed", failures)
+    crashes = [error for error in failures if not isinstance(error, UserError)]
+    if crashes:
+        raise ExceptionGroup(f"{len(failures)} of {len(labels)} jobs failed", crashes)
     return 2 if failures else 0
 
 
@@ -180,8 +181,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--version", action="store_true")
     parser.add_argument("--multirun", "-m", action="store_true")
-    parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
-    parser.add_argument("--package", "-p")
+    parser.add_argument("--cfg", "-c", choices=["job"])
     parser.add_argument("--resolve", action="store_true")
     command, unknown = parser.parse_known_intermixed_args(list(argv))
     if unknown:
@@ -212,12 +212,11 @@ def _answered(name: str, command: argparse.Namespace, settings: type[Settings]) 
             config = compose_config(
                 composer, name, parse_overrides(load_saved(command.overrides), settings, sweep=False)
             )
-        HydraConfig.instance().set_config(config)
+        HydraConfig.instance().set_config(config)  # for ${hydra:...}
+        with open_dict(config):
+            config.pop("hydra")
         try:
-            shown = OmegaConf.masked_copy(
-                config, [k for k in config if command.cfg == "all" or (k == "hydra") == (command.cfg == "hydra")]
-            )
-            print(OmegaConf.to_yaml(shown, resolve=command.resolve), end="")
+            print(OmegaConf.to_yaml(config, resolve=command.resolve), end="")
         except OmegaConfBaseException as error:
             raise UserError(str(error).partition("\n")[0]) from error
     return bool(command.version or command.help or command.cfg)

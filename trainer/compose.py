@@ -1,7 +1,8 @@
 """From a command line to validated settings: Hydra composes, pydantic checks, and a mistake is told in one line.
 
-Hydra tells a mistake over several lines, with exit code 1 and often after it has made a directory. So the programs first
-compose here, by the same rules and from the same overrides, and let Hydra start only when every job's settings are right.
+Hydra tells a mistake over several lines, with exit code 1 and often after it has made a directory. So the programs
+first compose here, by the same rules and from the same overrides, and let Hydra start only when every job's settings are
+right.
 """
 
 import copy
@@ -11,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Generic, Literal, TypeVar, cast, get_args, get_origin
@@ -55,7 +57,7 @@ class Stamp:
 
 
 STAMP = Stamp()
-# use_cache as in Hydra's ${now:}: a launcher's worker process gets the sweep's stamp with the config, not one of its own.
+# use_cache as in Hydra's ${now:}: a launcher's worker process gets the sweep's stamp with the config, not its own.
 OmegaConf.register_new_resolver("run_stamp", lambda: str(STAMP), use_cache=True, replace=True)
 OmegaConf.register_new_resolver("file_name", lambda text: re.sub(r"[^\w.,=+-]+", "-", text)[:120], replace=True)
 
@@ -299,39 +301,44 @@ def describe(error: ValidationError, settings: type[Settings]) -> str:
 def _explain(hydra: Hydra, name: str, overrides: list[Override], error: Exception) -> str:
     """Why Hydra could not compose, in one line: the override at fault and what it could have been."""
 
-    def keys(groups: list[Override], of_hydra: bool) -> list[str]:
-        lines = [str(o.input_line) for o in groups]
-        config = hydra.compose_config(name, lines, run_mode=RunMode.MULTIRUN)
-        known = {*_dotted(OmegaConf.to_container(config, resolve=False)), *config.hydra.runtime.choices}
-        return sorted(key for key in known if key.startswith("hydra") == of_hydra)
+    @cache
+    def known_with(*lines: str) -> set[str]:
+        """Keys and groups there are when only these overrides are given."""
+        config = hydra.compose_config(name, list(lines), run_mode=RunMode.MULTIRUN)
+        return {*_dotted(OmegaConf.to_container(config, resolve=False)), *config.hydra.runtime.choices}
 
-    groups = []
-    for override in overrides:
-        options, value, line = _options(hydra, override.key_or_group), override.value(), str(override.input_line)
+    def unknown(key: str, known: set[str]) -> str:
+        return _unknown(key, [k for k in known if k.startswith("hydra") == key.startswith("hydra")])
+
+    groups = [o for o in overrides if _options(hydra, o.key_or_group)]
+    for override in groups:
+        options, value, line = _options(hydra, override.key_or_group), override.value(), override.input_line
         key = _full_key(override)
-        if not options or override.is_delete():
+        if override.is_delete():
             continue
-        if key not in keys([], key.startswith("hydra")):
-            return _unknown(key, keys([], key.startswith("hydra")))
-        if override.is_add() or override.is_force_add():
-            return f"{line}: {key} has a choice already, so write it without the +"
         if value is None:
             return f"{line}: choose an option of {key} ({', '.join(options)}), or none at all with ~{key}"
-        if not override.is_sweep_override():
-            if value not in options:
-                near = difflib.get_close_matches(str(value), options, n=1)
-                hint = f"did you mean {near[0]}? " if near else ""
-                return f"{line}: no such option; {hint}options of {key}: {', '.join(options)}"
-            groups.append(override)
+        if value not in options and not override.is_sweep_override():
+            near = difflib.get_close_matches(str(value), options, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            return f"{line}: no such option; {hint}options of {key}: {', '.join(options)}"
+        if key not in known_with():
+            return unknown(key, known_with())
+        if override.is_add() or override.is_force_add():
+            return f"{line}: {key} has a choice already, so write it without the +"
+    chosen = [str(o.input_line) for o in groups if not o.is_sweep_override()]
     for override in overrides:
         key = _full_key(override)
-        if override in groups or _options(hydra, override.key_or_group):
+        if override in groups or override.is_force_add():
             continue
-        known = keys(groups, key.startswith("hydra"))
-        if key in known and override.is_add():
+        try:
+            known = known_with(*chosen)
+        except (HydraException, OmegaConfBaseException, ValueError):
+            break  # the groups do not go together; Hydra's own words say which
+        if override.is_add() and key in known:
             return f"{override.input_line}: {key} exists, so write it without the +"
-        if key not in known and not override.is_add() and not override.is_force_add():
-            return _unknown(key, known)
+        if not override.is_add() and key not in known:
+            return unknown(key, known)
     return _flat(error)
 
 
@@ -378,7 +385,8 @@ def _dotted(values: Any, prefix: str = "") -> Iterator[str]:
 
 
 def _flat(error: Exception) -> str:
-    return " ".join(str(error).split()) or _first_line(error.__cause__ or error)
+    text = str(error).partition("Config search path:")[0]
+    return " ".join(text.split()) or _first_line(error.__cause__ or error)
 
 
 def _first_line(error: BaseException) -> str:

@@ -76,8 +76,8 @@ class AttentionResidualConfig(Settings):
     def _learned_beta_below_one(self) -> "AttentionResidualConfig":
         if self.beta == "learned" and self.beta0 >= 1:
             raise ValueError(
-                f"beta0={self.beta0} with beta=learned: a learned decay has lambda = softplus(raw) > 0, so beta0 must be "
-                "below 1; use beta=fixed for beta0 of 1 or more"
+                f"beta0={self.beta0} with beta=learned: a learned decay has lambda = softplus(raw) > 0, so beta0 must "
+                "be below 1; use beta=fixed for beta0 of 1 or more"
             )
         if self.beta == "learned" and self.beta0 < 1e-30:
             raise ValueError(f"beta0={self.beta0} with beta=learned: too small to learn from; use beta=fixed")
@@ -240,7 +240,7 @@ class TrainerConfig(Settings):
 
     device: Literal["auto", "cpu", "cuda", "mps"]
     dtype: Literal["auto", "float32", "bfloat16"]
-    """Compute dtype of the block; weights and connection memories stay float32. auto: bfloat16 on CUDA, else float32."""
+    """Compute dtype of the block; weights and connection memories stay float32. auto: bfloat16 on CUDA only."""
     compile: Literal["auto"] | bool
     """auto: torch.compile where a compiler exists, else eager with one line that says so."""
     threads: int | None = Field(default=None, gt=0)
@@ -313,8 +313,8 @@ class TrainConfig(Settings):
         micro = self.trainer.micro_batch
         if isinstance(micro, int) and micro > self.schedule.global_batch:
             raise ValueError(
-                f"trainer.micro_batch={micro} exceeds schedule.global_batch={self.schedule.global_batch}; micro-batches "
-                "split the global batch"
+                f"trainer.micro_batch={micro} exceeds schedule.global_batch={self.schedule.global_batch}; "
+                "micro-batches split the global batch"
             )
         if self.eval.split == "validation":
             raise ValueError("eval.split=validation is for evaluate.py; training validates by itself and ends on test")

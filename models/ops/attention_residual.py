@@ -8,13 +8,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def _wide(x: Tensor) -> Tensor:
+def wide(x: Tensor) -> Tensor:
+    """float32, or float64 where it came in as that."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def score(z: Tensor, query: Tensor, eps: float) -> Tensor:
     """query . RMSNorm(z) over the width: z [B, T, D], query [D] -> [B, T]."""
-    z = _wide(z)
+    z = wide(z)
     return (z * query).sum(-1) * torch.rsqrt(z.square().mean(-1) + eps)
 
 
@@ -26,7 +27,7 @@ def attention_residual_update(h: Tensor, log_d: Tensor, z: Tensor, s: Tensor, la
     h + g (z - h) would leave a rounding error at g = 1.
     """
     x = s + lam - log_d
-    h = torch.sigmoid(x)[..., None] * _wide(z) + torch.sigmoid(-x)[..., None] * h
+    h = torch.sigmoid(x)[..., None] * wide(z) + torch.sigmoid(-x)[..., None] * h
     # logaddexp(log_d - lambda, s) written with x, so that one exponential serves and -inf (nothing kept yet) is exact.
     log_d = torch.maximum(s, log_d - lam) + F.softplus(-x.abs())
     return h, log_d

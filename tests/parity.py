@@ -1,0 +1,80 @@
+"""The parity fixtures: released TRM weights and names mapped onto ours. fixtures/parity/README.md says what they hold."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from models.core import LoopedReasoner
+from trainer.config import ConnectionConfig, ModelConfig
+
+FIXTURES = Path(__file__).resolve().parent / "fixtures" / "parity"
+
+# Applied in order to a released name; checkpoints of compiled training have "_orig_mod.model." in front.
+RENAMES = (
+    ("_orig_mod.", ""),
+    ("model.inner.", "inner."),
+    ("inner.L_level.layers", "block.layers"),
+    ("self_attn.qkv_proj", "attention.qkv"),
+    ("self_attn.o_proj", "attention.out"),
+    ("mlp_t.", "token_mlp."),
+    ("gate_up_proj", "gate_up"),
+    ("down_proj", "down"),
+    ("inner.embed_tokens.embedding_weight", "token_embedding.weight"),
+    ("inner.lm_head", "lm_head"),
+    ("inner.q_head", "halting.head"),
+    ("inner.puzzle_emb.weights", "puzzle_table"),
+    ("inner.H_init", "H_init"),
+    ("inner.L_init", "L_init"),
+)
+PUZZLE_ROWS = "inner.puzzle_emb.local_weights"
+"""Name under which the fixtures keep the gradient of the batch's puzzle rows."""
+
+
+def our_name(name: str) -> str:
+    for theirs, ours in RENAMES:
+        name = name.replace(theirs, ours)
+    return name
+
+
+def facts(case: str) -> dict[str, Any]:
+    return json.loads((FIXTURES / f"{case}.json").read_text())
+
+
+def tensors(case: str, part: str = "") -> dict[str, Tensor]:
+    return load_file(FIXTURES / f"{case}{part}.safetensors")
+
+
+def build_case(case: str, connection: ConnectionConfig) -> LoopedReasoner:
+    """The case's model with its weights, `connection` on the axes the case names (all without names)."""
+    told = facts(case)
+    config, axes = told["config"], told.get("axes", [])
+    model = LoopedReasoner(
+        ModelConfig(
+            name=case,
+            connection=connection,
+            axes=axes[0] if len(axes) == 1 else "both",
+            mixer="mlp" if config["mlp_t"] else "attention",
+            positions=config["pos_encodings"],
+            hidden_size=config["hidden_size"],
+            num_heads=config["num_heads"],
+            layers=config["L_layers"],
+            expansion=config["expansion"],
+            ffn_multiple=256,
+            puzzle_tokens=config["puzzle_emb_len"],
+            puzzle_emb_dim=config["puzzle_emb_ndim"],
+            rms_norm_eps=config["rms_norm_eps"],
+            rope_theta=config["rope_theta"],
+        ),
+        config["vocab_size"],
+        config["seq_len"],
+        config["num_puzzle_identifiers"],
+    )
+    weights = {our_name(name): value for name, value in tensors(case, ".weights").items()}
+    # A file with the attention residual on one axis keeps unused numbers of the other.
+    unused = set(weights) - set(model.state_dict())
+    assert unused <= {f"{axis}.{leaf}" for axis in ("inner", "outer") for leaf in ("query", "raw_decay")}, unused
+    model.load_state_dict({name: value for name, value in weights.items() if name not in unused}, strict=True)
+    return model
