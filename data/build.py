@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from data.arrays import SPLITS, DataMeta, PuzzleData, data_fingerprint, split_fingerprint, split_from_puzzles
+from data.arrays import SPLITS, DataMeta, PuzzleData, Split, data_fingerprint, split_fingerprint, split_from_puzzles
 from data.cache import cache_folder, read_data, read_meta, write_data
 from data.generate import GENERATOR_VERSION
 from data.hub import HubUnavailable, check_hub, fetch_hub
@@ -19,7 +19,7 @@ from data.tables import load_csv_puzzles, read_csv
 from trainer.config import DataConfig
 from trainer.errors import UserError
 
-__all__ = ["check_source", "load_csv_puzzles", "load_puzzle_data"]
+__all__ = ["DataMeta", "PuzzleData", "Split", "check_source", "load_csv_puzzles", "load_puzzle_data"]
 
 SUDOKU_EXTREME = "sapientinc/sudoku-extreme"
 Say = Callable[[str], None]

@@ -5,7 +5,7 @@ import os
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ class HubUnavailable(Exception):
 
 def check_hub(hub_id: str, timeout: float) -> None:
     """Raise HubUnavailable in about `timeout` seconds when the data set cannot be had, not even from a local copy."""
-    _open_builder(hub_id, _use_network(hub_id, timeout))
+    datasets = _import_datasets()
+    _check_there(datasets, hub_id, _use_network(hub_id, timeout))
 
 
 def fetch_hub(hub_id: str, box: Box, timeout: float) -> tuple[Puzzles, Puzzles, str | None]:
@@ -32,23 +33,33 @@ def fetch_hub(hub_id: str, box: Box, timeout: float) -> tuple[Puzzles, Puzzles, 
     Raises HubUnavailable when it cannot be had, UserError when its rows are faulty. Offline (by the switches of the hub
     libraries, or because the hub does not answer within `timeout` seconds) a copy downloaded before is used.
     """
-    network = _use_network(hub_id, timeout)
     datasets = _import_datasets()
-    builder = _open_builder(hub_id, network)
+    network = _use_network(hub_id, timeout)
+    _check_there(datasets, hub_id, network)
     try:
         with _Offline(datasets, not network):
-            builder.download_and_prepare()
-            loaded = {name: builder.as_dataset(split=name) for name in ("train", "test") if name in builder.info.splits}
+            loaded = _as_text(datasets.load_dataset, hub_id)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise HubUnavailable(f"{hub_id}: {_one_line(error)}") from error
+        raise HubUnavailable(f"{hub_id}: {_reason(error)}") from error
     for name in ("train", "test"):
         if name not in loaded:
-            raise UserError(f"data.hub_id={hub_id}: no split {name}; it has {', '.join(builder.info.splits)}")
+            raise UserError(f"data.hub_id={hub_id}: no split {name}; it has {', '.join(loaded)}")
         for column in ("question", "answer"):
             if column not in loaded[name].column_names:
                 raise UserError(f"data.hub_id={hub_id}: split {name} has no column {column}; give a data set with both")
     train, test = (table_puzzles(_rows(loaded[name], hub_id, name), box, True, hub_id) for name in ("train", "test"))
-    return train, test, _commit(builder)
+    return train, test, _commit(loaded["train"])
+
+
+def _as_text(load: Callable[..., Any], hub_id: str) -> Any:
+    """load(hub_id), with the grids of CSV files as text.
+
+    By itself `datasets` reads a column of bare digits as numbers: 81 digits overflow, and zeros in front get lost.
+    """
+    try:
+        return load(hub_id, converters={"question": str, "answer": str})
+    except (TypeError, ValueError):  # not made of CSV files, or the copy at hand was downloaded without this
+        return load(hub_id)
 
 
 def _use_network(hub_id: str, timeout: float) -> bool:
@@ -86,14 +97,14 @@ def _import_datasets() -> Any:
     return datasets
 
 
-def _open_builder(hub_id: str, network: bool) -> Any:
-    datasets = _import_datasets()
+def _check_there(datasets: Any, hub_id: str, network: bool) -> None:
+    """Raise HubUnavailable when the data set does not exist, or neither the hub nor a local copy can be had."""
     try:
         with _Offline(datasets, not network):
-            return datasets.load_dataset_builder(hub_id)
+            _as_text(datasets.load_dataset_builder, hub_id)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         if network or Path(hub_id).is_dir():
-            raise HubUnavailable(f"{hub_id}: {_one_line(error)}") from error
+            raise HubUnavailable(f"{hub_id}: {_reason(error)}") from error
         raise HubUnavailable(f"{hub_id}: offline or the hub does not answer, and no downloaded copy is here") from error
 
 
@@ -124,13 +135,16 @@ def _rows(split: Any, hub_id: str, name: str) -> Iterator[Row]:
             yield f"{hub_id}, {name} row {number}", str(question).strip(), str(answer).strip(), rated
 
 
-def _commit(builder: Any) -> str | None:
+def _commit(split: Any) -> str | None:
     """The data set's commit: part of the addresses its files were downloaded from."""
-    for address in builder.info.download_checksums or {}:
+    for address in split.info.download_checksums or {}:
         if address.startswith("hf://") and "@" in address:
             return address.split("@", 1)[1].split("/", 1)[0]
     return None
 
 
-def _one_line(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
+    """One line for an error; `datasets` puts what happened into the cause."""
+    while error.__cause__ is not None:
+        error = error.__cause__
     return " ".join(str(error).split())[:200]

@@ -122,9 +122,9 @@ def _parse_column(texts: Sequence[str], places: Sequence[str], column: str, box:
     digit_of[[ord(blank) for blank in "0."]] = 0
     for digit, symbol in enumerate(box.symbols, start=1):
         digit_of[ord(symbol)] = digit
-    plain = [len(text) == box.cells and text.isascii() for text in texts]
-    joined = "".join(text if good else "?" * box.cells for text, good in zip(texts, plain, strict=True))
-    digits = digit_of[np.frombuffer(joined.encode("ascii"), np.uint8)].reshape(len(texts), box.cells)
+    cells = box.cells
+    joined = "".join(text if len(text) == cells and text.isascii() else "?" * cells for text in texts)
+    digits = digit_of[np.frombuffer(joined.encode("ascii"), np.uint8)].reshape(len(texts), cells)
     for i in np.flatnonzero((digits == 255).any(axis=1)).tolist():
         digits[i] = _at(places[i], column, lambda i=i: parse_puzzle(texts[i], box))
     return digits

@@ -34,7 +34,9 @@ def main(folder: Path) -> None:
         results, evaluation = evaluate_checkpoint(checkpoint, split, meta, settings, runtime)
         everything.append((name, results, evaluation))
 
-    print(f"\nexact accuracy by depth, n={len(split)} ({meta.name}), EMA weights, H=3 L=6; training went to 12 segments\n")
+    print(
+        f"\nexact accuracy by depth, n={len(split)} ({meta.name}), EMA weights, H=3 L=6; training went to 12 segments\n"
+    )
     print("segments  executed layers  " + "".join(f"{name:>20}" for name, _, _ in everything))
     for rows in zip(*(results["depths"] for _, results, _ in everything), strict=True):
         segments = rows[0]["outer_updates"] // everything[0][1]["H_cycles"]
@@ -48,7 +50,9 @@ def main(folder: Path) -> None:
 
     hardest = int(split.rating.argmax())
     puzzle = digits_from_tokens(split.inputs[hardest])
-    print(f"\na puzzle that needs {split.rating[hardest]} guesses when singles run out:\n{format_grid(puzzle, meta.box)}")
+    print(
+        f"\na puzzle that needs {split.rating[hardest]} guesses when singles run out:\n{format_grid(puzzle, meta.box)}"
+    )
     for name, _, evaluation in everything:
         answer = digits_from_tokens(evaluation.answers[hardest])
         problems = verdict(answer, puzzle, meta.box)

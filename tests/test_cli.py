@@ -173,6 +173,7 @@ def test_several_ranks_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     [
         "53..7....6..195....98....6.8...6...34..8.3..17...2...6.6....28....419..5....8..79",
         "000000000302540000050301070000000004409006005023054790000000050700810000080060009",
+        "530070000600195000098000060800060003400803001700020006060000280000419005000080079",
         "1.." + "." * 78,
         "1e5",
         "0x10",
@@ -247,10 +248,14 @@ def test_saved_settings_give_way_to_the_command_line(folder: Path):
     assert other.model.connection.kind == "constant_step" and other.model.hidden_size == 32
 
 
-def test_starts_at_the_same_moment_get_directories_of_their_own(folder: Path):
-    for done in [wait(process) for process in [start("experiment=tiny") for _ in range(2)]]:
-        assert done.code == 0
-    assert len(entries(folder / "outputs")) == 2
+def test_a_start_moves_on_when_another_of_this_second_has_its_directory(folder: Path):
+    other = "from pathlib import Path\nfrom trainer.compose import STAMP\nstamp = str(STAMP)\n"
+    other += 'Path(f"outputs/{stamp}_infiloop_sudoku4_s0").mkdir(parents=True)\n'
+    (folder / "program.py").write_text(other + PROGRAM)
+    assert wait(start("experiment=tiny")).code == 0
+    theirs, ours = sorted((folder / "outputs").iterdir(), key=lambda path: len(path.name))
+    assert ours.name == theirs.name.replace("_infiloop", ".2_infiloop")
+    assert entries(theirs) == [] and entries(ours) == ["config.yaml", "train.log"]
 
 
 @pytest.mark.parametrize(

@@ -173,7 +173,7 @@ def test_tiny_is_tiny():
 def test_sudoku6_is_2000_test_puzzles_beyond_singles():
     data = train_config("data=sudoku6").data
     assert (data.box_rows, data.box_cols, data.difficulty, data.num_aug) == (2, 3, "beyond_singles", None)
-    assert (data.train_puzzles, data.validation_puzzles, data.test_puzzles) == (1000, 500, 2000)
+    assert (data.train_puzzles, data.test_puzzles) == (1000, 2000)
 
 
 @pytest.mark.parametrize("kind", CONNECTIONS)

@@ -5,9 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from models.blocks import Attention, Rotary, SwiGLU, rms_norm, truncated_normal
 from models.connections import AttentionResidual, CarryLast, ConstantStep
 from models.core import LoopedReasoner, Memory
 from models.losses import segment_loss
@@ -24,11 +22,8 @@ from tests.tiny import (
     parameter_gradients,
     puzzles,
     residual,
-    train_config,
 )
 from trainer.config import ModelConfig
-from trainer.loop import empty_carry, forward_backward
-from trainer.runtime import compiler_missing
 
 H, L = 2, 3
 FORGETS_ALL = 1e-320
@@ -284,14 +279,30 @@ def test_frozen_states_are_saved_but_not_trained() -> None:
     assert torch.equal(start.inner.h, model.L_init.expand_as(start.inner.h))
 
 
-def test_gradients_do_not_depend_on_the_compiler() -> None:
-    pass
+@torch.no_grad()
+def test_prefix_and_first_position() -> None:
+    """Puzzle rows fill the first positions, zero-padded, all times sqrt(D); without puzzle tokens q reads the first cell."""
+    model = build(LAYOUTS["rows_over_two_tokens"])
+    tokens, _, ids = puzzles(3)
+    x = model.encode(tokens, model.puzzle_rows(ids))
+    rows = torch.cat((model.puzzle_table[ids], torch.zeros(3, 12)), 1).view(3, 2, 16)
+    assert_close(x[:, :2], 4 * rows, 1e-6)
+    assert_close(x[:, 2:], 4 * model.token_embedding.weight[tokens], 1e-6)
+
+    bare = build(LAYOUTS["no_puzzle_tokens"])
+    memory = bare.segment(bare.start(3), injection(bare, 3), 1, 1)
+    logits, q = bare.decode(memory)
+    assert logits.shape == (3, SEQ, VOCAB) and q is not None
+    first_cell = bare.halting.read(memory.outer.h[:, 0])
+    assert first_cell is not None and torch.equal(q, first_cell)
 
 
-def test_no_double_precision_on_the_device() -> None:
-    pass
-
-
-def _unused() -> None:
-    print(SEQ, Attention, Rotary, SwiGLU, rms_norm, truncated_normal, TorchDispatchMode, train_config, empty_carry)
-    print(forward_backward, compiler_missing)
+@torch.no_grad()
+def test_learned_positions_tell_cells_apart() -> None:
+    """Without positions, attention gives equal cells equal logits; with learned or rotary ones it does not."""
+    for positions, told_apart in (("none", False), ("learned", True), ("rope", True)):
+        model = build(model_config(mixer="attention", positions=positions, puzzle_tokens=1))
+        tokens = torch.tensor([[1, 1, 2, 3, 4, 5, 0, 2, 3]])
+        x = model.encode(tokens, model.puzzle_table[:1])
+        logits, _ = model.decode(model.segment(model.start(1), x, 1, 2))
+        assert ((logits[0, 0] - logits[0, 1]).abs().max() > 1e-3) == told_apart, positions

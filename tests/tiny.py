@@ -119,5 +119,7 @@ def assert_close(mine: Tensor, expected: Tensor, tolerance: float, what: str = "
     """Largest difference at most `tolerance` times the largest expected value (or `least_scale`, if that is larger)."""
     assert mine.shape == expected.shape, (what, mine.shape, expected.shape)
     assert torch.isfinite(mine).all(), f"{what}: not finite"
+    if mine.numel() == 0:
+        return
     gap, scale = (mine.double() - expected.double()).abs().max().item(), expected.double().abs().max().item()
     assert gap <= tolerance * max(scale, least_scale), f"{what}: off by {gap:.3g} at a scale of {scale:.3g}"

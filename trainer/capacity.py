@@ -5,6 +5,7 @@ Micro-batches split it; the gradients stay those of the global batch.
 """
 
 import time
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,12 +13,14 @@ from torch import Tensor
 from models.core import LoopedReasoner
 from models.losses import segment_loss
 from trainer.config import ScheduleConfig
-from trainer.runtime import free_memory
 
 PROBE = 2
 """Puzzles in the measuring pass."""
 SHARE = 0.5
 """Share of free memory that saved activations may take; the rest is for temporaries, carry, optimizer and others."""
+
+LONG_PASS_SECONDS = 20
+"""A micro-batch slower than this is not timed by itself."""
 
 
 def _one_pass(model: LoopedReasoner, tokens: Tensor, labels: Tensor, schedule: ScheduleConfig) -> None:
@@ -56,37 +59,40 @@ def fitting_micro_batch(per_puzzle: int, free: int, global_batch: int) -> int:
     return global_batch // pieces
 
 
-def choose_micro_batch(
-    model: LoopedReasoner, tokens: Tensor, labels: Tensor, schedule: ScheduleConfig
-) -> tuple[int, int]:
-    """(micro-batch, saved bytes per puzzle) for this model on this device."""
-    per_puzzle = saved_bytes_per_puzzle(model, tokens, labels, schedule)
-    return fitting_micro_batch(per_puzzle, free_memory(tokens.device), schedule.global_batch), per_puzzle
-
-
 def _synchronise(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
+def _seconds_of_pass(model: LoopedReasoner, tokens: Tensor, labels: Tensor, schedule: ScheduleConfig) -> float:
+    """Seconds of a forward and backward pass over these puzzles, after one pass to warm up (and compile)."""
+    _one_pass(model, tokens, labels, schedule)
+    _synchronise(tokens.device)
+    begin = time.perf_counter()
+    _one_pass(model, tokens, labels, schedule)
+    _synchronise(tokens.device)
+    return time.perf_counter() - begin
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What a few puzzles cost before anything is compiled."""
+
+    bytes_per_puzzle: int
+    seconds_per_puzzle: float
+
+
+def probe(model: LoopedReasoner, tokens: Tensor, labels: Tensor, schedule: ScheduleConfig) -> Probe:
+    few = min(PROBE, len(tokens))
+    seconds = _seconds_of_pass(model, tokens[:few], labels[:few], schedule) / few
+    return Probe(saved_bytes_per_puzzle(model, tokens, labels, schedule), seconds)
+
+
 def seconds_per_step(
-    model: LoopedReasoner, tokens: Tensor, labels: Tensor, schedule: ScheduleConfig, micro_batch: int
+    model: LoopedReasoner, tokens: Tensor, labels: Tensor, schedule: ScheduleConfig, micro_batch: int, probed: Probe
 ) -> float:
-    """Estimated seconds of one optimizer step.
-
-    Times one micro-batch after a warm-up pass (which compiles); where even a few puzzles take long, scales from those.
-    """
-
-    def timed(count: int) -> float:
-        _synchronise(tokens.device)
-        begin = time.perf_counter()
-        _one_pass(model, tokens[:count], labels[:count], schedule)
-        _synchronise(tokens.device)
-        return time.perf_counter() - begin
-
-    few = min(PROBE, micro_batch)
-    slow = timed(few) / few
-    if slow * micro_batch > 20:
-        return slow * schedule.global_batch
-    timed(micro_batch)
-    return timed(micro_batch) * schedule.global_batch / micro_batch
+    """Estimated seconds of one optimizer step: one micro-batch, timed; where that takes long, the probe, scaled up."""
+    if probed.seconds_per_puzzle * micro_batch > LONG_PASS_SECONDS:
+        return probed.seconds_per_puzzle * schedule.global_batch
+    one = _seconds_of_pass(model, tokens[:micro_batch], labels[:micro_batch], schedule)
+    return one * schedule.global_batch / micro_batch

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from data.arrays import DataMeta
 from models.core import LoopedReasoner
 from trainer.config import TrainConfig
 from trainer.errors import UserError
@@ -141,8 +142,9 @@ def load_checkpoint(path: Path) -> Checkpoint:
     try:
         fields = json.loads(header)
         config = TrainConfig.model_validate(fields["config"])
+        DataMeta(**fields["data"])
         return Checkpoint(path, config, fields["step"], fields["data"], fields["validation"], tensors)
-    except (ValueError, KeyError, ValidationError) as error:
+    except (ValueError, KeyError, TypeError, ValidationError) as error:
         raise UserError(
             f"{path}: header not understood ({str(error).splitlines()[0]}); written by another version?"
         ) from error

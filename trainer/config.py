@@ -276,8 +276,8 @@ class EvalConfig(Settings):
     n: Literal["auto", "all"] | Annotated[int, Field(gt=0)] = "auto"
     """Puzzles evaluated. auto: all, or a labelled subset when all would take longer than max_minutes."""
     subset_seed: int = Field(default=0, ge=0, le=MAX_SEED)
-    max_minutes: float = Field(default=10.0, gt=0)
-    """Only for n=auto."""
+    max_minutes: float = Field(default=2.0, gt=0)
+    """Only for n=auto. The test at the end of a training run may also take a tenth of the run's own time."""
     batch_size: int = Field(default=256, gt=0)
 
     @model_validator(mode="after")

@@ -6,6 +6,7 @@ step; rows that should halt are marked. The rare events (log, validate, save) fo
 
 import logging
 import math
+import time
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -19,16 +20,16 @@ from models.connections import AttentionResidual, ConstantStep, FullAttentionRes
 from models.core import LoopedReasoner, Memory
 from models.halting import exploration_minimum
 from models.losses import segment_loss
-from trainer.capacity import choose_micro_batch, seconds_per_step
+from trainer.capacity import fitting_micro_batch, probe, seconds_per_step
 from trainer.checkpoint import save_checkpoint
 from trainer.config import TrainConfig
 from trainer.errors import UserError
 from trainer.evaluator import evaluate, resolve_depth
 from trainer.metrics import Tracker, progress_bar
 from trainer.optim import AveragedWeights, build_adamw, lr_factor, set_lr, sign_sgd
-from trainer.report import final_report
+from trainer.report import choose_subset, final_report
 from trainer.run_dir import record_run
-from trainer.runtime import Runtime, seed_everything, set_up
+from trainer.runtime import Runtime, free_memory, seed_everything, set_up
 
 log = logging.getLogger("longloop")
 
@@ -175,17 +176,18 @@ def announce(model: LoopedReasoner, config: TrainConfig, data: PuzzleData, runti
     sampler = TrainSampler(data.train, data.meta.box, config.data.num_aug, config.seed, config.data.seed)
     sample = sampler.draw(0, schedule.global_batch)
     tokens, labels = sample.inputs.to(runtime.device), sample.labels.to(runtime.device, torch.int64)
+    probed = probe(model, tokens, labels, schedule)
     micro = config.trainer.micro_batch
     if micro == "auto":
-        micro, per_puzzle = choose_micro_batch(model, tokens, labels, schedule)
-        fit = f" ({per_puzzle / 1e6:.1f} MB of saved activations a puzzle)"
+        micro = fitting_micro_batch(probed.bytes_per_puzzle, free_memory(runtime.device), schedule.global_batch)
+        fit = f" ({probed.bytes_per_puzzle / 1e6:.1f} MB of saved activations a puzzle)"
     else:
         fit = " (as set)"
     log.info(f"global batch {schedule.global_batch} in micro-batches of {micro}{fit}")
     if runtime.compile:
         log.info("compiling the recursion (once, under a minute) ...")
         model.compile_updates()
-    seconds = seconds_per_step(model, tokens, labels, schedule, micro)
+    seconds = seconds_per_step(model, tokens, labels, schedule, micro, probed)
     hours = seconds * config.steps / 3600
     took = f"{hours:.1f} hours" if hours >= 1 else f"{hours * 60:.1f} minutes"
     log.info(f"estimate: {seconds:.2f} s a step, {took} for {config.steps:,} steps, evaluation not counted")
@@ -214,7 +216,10 @@ def train(config: TrainConfig) -> dict[str, Any]:
     exploration = torch.Generator().manual_seed(config.seed)
     carry, drawn = empty_carry(model, schedule.global_batch), 0
     depth = resolve_depth(config.eval, schedule, config.model.layers)
-    best = (-1, -1)
+    best, begin = (-1, -1), time.perf_counter()
+    # Every validation takes the same puzzles; all of them unless that would take longer than a validation may.
+    automatic = config.eval.model_copy(update={"n": "auto"})
+    validation, _ = choose_subset(data.validation, automatic, model, depth, "validation", config.eval.max_minutes)
     meta = asdict(data.meta)
 
     with Tracker(run_dir, config) as tracker, progress_bar(config.steps, "training") as bar:
@@ -257,7 +262,7 @@ def train(config: TrainConfig) -> dict[str, Any]:
                 averaged.swap()
                 evaluation = evaluate(
                     model,
-                    data.validation,
+                    validation,
                     data.meta.box,
                     depth,
                     decode=config.eval.decode,
@@ -274,4 +279,4 @@ def train(config: TrainConfig) -> dict[str, Any]:
             if step == config.steps or step % settings.checkpoint_every == 0:
                 save_checkpoint(run_dir / "last.safetensors", model, averaged.shadow, config, step, meta, validated)
 
-    return final_report(config, data, run_dir, runtime)
+    return final_report(config, data, run_dir, runtime, (time.perf_counter() - begin) / 60)

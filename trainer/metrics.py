@@ -1,11 +1,15 @@
 """Metrics of a run: sums kept between log rows, one division when a row is written, files always, a tracker if asked for."""
 
+import csv
 import json
 import logging
+import netrc
+import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlparse
 
 from torch import Tensor
 from tqdm import tqdm
@@ -16,6 +20,9 @@ from trainer.evaluator import Evaluation
 
 log = logging.getLogger("longloop")
 
+WANDB_TIMEOUT = 20
+"""Seconds to wait for the W&B server before the run is logged offline."""
+
 
 def progress_bar(total: int, what: str) -> tqdm:
     """A bar with ETA on a terminal; every ten seconds a line elsewhere."""
@@ -24,7 +31,7 @@ def progress_bar(total: int, what: str) -> tqdm:
 
 
 class Tracker:
-    """metrics.jsonl of a run (one JSON object a row) and, if asked for, Weights & Biases.
+    """metrics.jsonl of a run (one JSON object a row), at its end metrics.csv, and, if asked for, Weights & Biases.
 
     Rows of training carry: step, puzzles_started, puzzles_finished, mean_segments (of puzzles finished since the last
     row), train/loss (mean over steps of the loss per puzzle), train/exact_accuracy (of finished puzzles, at their last
@@ -47,6 +54,7 @@ class Tracker:
 
     def __exit__(self, *_: object) -> None:
         self.file.close()
+        _write_csv(self.path)
         if self.wandb is not None:
             self.wandb.finish()
 
@@ -131,28 +139,58 @@ class Tracker:
             self.wandb.log({k: v for k, v in row.items() if k != "step"}, step=row["step"])
 
 
+def _write_csv(jsonl: Path) -> None:
+    """The rows of metrics.jsonl as metrics.csv beside it, with a column for every name in any of them."""
+    rows = [json.loads(line) for line in jsonl.read_text(encoding="utf-8").splitlines()]
+    target = jsonl.with_suffix(".csv")
+    try:
+        with target.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, fieldnames=list(dict.fromkeys(name for row in rows for name in row)))
+            writer.writeheader()
+            writer.writerows(rows)
+    except OSError as error:
+        raise UserError(f"{target}: cannot be written ({error.strerror}); free space") from error
+
+
+def _has_wandb_key() -> bool:
+    """Whether W&B would find a key without asking for one."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    try:
+        return netrc.netrc().authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
 def _start_wandb(run_dir: Path, config: TrainConfig) -> Any:
-    """A W&B run, offline without a key; None, with one line, where the package is missing."""
+    """A W&B run, offline without a key or network; None, with one line, where the package is missing."""
     try:
         import wandb
     except ImportError:
         log.info("logger=wandb: the wandb package is not installed (pip install wandb); metrics go to files only")
         return None
-    mode = "online"
-    try:
-        if wandb.Api(timeout=5).api_key is None:
-            mode = "offline"
-    except wandb.errors.Error:
+    later = f"this run is logged offline; later: wandb sync {run_dir / 'wandb'}/offline-*"
+    mode = os.environ.get("WANDB_MODE")
+    if mode is None and not _has_wandb_key():
         mode = "offline"
-    if mode == "offline":
-        log.info(
-            f"logger=wandb: no API key, so this run is logged offline; later: wandb sync {run_dir / 'wandb'}/offline-*"
+        log.info(f"logger=wandb: no API key, so {later}")
+
+    def start(mode: str | None) -> Any:
+        return wandb.init(
+            project=config.logger.project,
+            entity=config.logger.entity,
+            dir=str(run_dir),
+            name=run_dir.name,
+            mode=mode,
+            config=config.model_dump(mode="json"),
+            settings=wandb.Settings(init_timeout=WANDB_TIMEOUT),
         )
-    return wandb.init(
-        project=config.logger.project,
-        entity=config.logger.entity,
-        dir=str(run_dir),
-        name=run_dir.name,
-        mode=mode,
-        config=config.model_dump(mode="json"),
-    )
+
+    try:
+        return start(mode)
+    except wandb.errors.Error as error:
+        if mode == "offline":
+            raise UserError(f"logger=wandb: {str(error).splitlines()[0]}; use logger=files") from error
+        log.info(f"logger=wandb: {str(error).splitlines()[0]}; {later} (WANDB_MODE=offline starts that way at once)")
+        return start("offline")

@@ -56,7 +56,7 @@ def _seconds_per_puzzle_update(model: LoopedReasoner, depth: Depth, batch: int) 
 
 
 def choose_subset(
-    split: Split, settings: EvalConfig, model: LoopedReasoner, depth: Depth, where: str
+    split: Split, settings: EvalConfig, model: LoopedReasoner, depth: Depth, where: str, max_minutes: float
 ) -> tuple[Split, str | None]:
     """The puzzles to evaluate and, unless that is all of them, a label saying which."""
     total = len(split.inputs)
@@ -65,9 +65,9 @@ def choose_subset(
     if settings.n == "auto":
         few = min(4, total)
         minutes = _seconds_per_puzzle_update(model, depth, few) * depth.outer_updates * total / 60
-        if minutes <= settings.max_minutes:
+        if minutes <= max_minutes:
             return split, None
-        n = max(1, min(total, 2 ** int(np.log2(max(1.0, total * settings.max_minutes / minutes)))))
+        n = max(1, min(total, 2 ** int(np.log2(max(1.0, total * max_minutes / minutes)))))
         log.info(
             f"all {total:,} {where} puzzles would take about {minutes:,.0f} minutes here: a subset of {n} is evaluated "
             "(eval.n=all for all of them, eval.max_minutes to allow more)"
@@ -191,12 +191,17 @@ def summary(results: dict[str, Any], folder: Path, prefix: str = "") -> list[str
 
 
 def evaluate_checkpoint(
-    checkpoint: Checkpoint, split: Split, meta: DataMeta, settings: EvalConfig, runtime: Runtime
+    checkpoint: Checkpoint,
+    split: Split,
+    meta: DataMeta,
+    settings: EvalConfig,
+    runtime: Runtime,
+    max_minutes: float | None = None,
 ) -> tuple[dict[str, Any], Evaluation]:
-    """Evaluate one checkpoint on one split as the settings say, with a progress bar."""
+    """Evaluate one checkpoint on one split as the settings say, with a progress bar; max_minutes stands for theirs."""
     model = ready_model(checkpoint, settings.weights, runtime)
     depth = resolve_depth(settings, checkpoint.config.schedule, checkpoint.config.model.layers)
-    chosen, label = choose_subset(split, settings, model, depth, settings.split)
+    chosen, label = choose_subset(split, settings, model, depth, settings.split, max_minutes or settings.max_minutes)
     with progress_bar(len(chosen.inputs) * depth.outer_updates, "evaluating") as bar:
         evaluation = evaluate(
             model,
@@ -211,11 +216,14 @@ def evaluate_checkpoint(
     return results_of(evaluation, chosen, checkpoint, settings, meta, label), evaluation
 
 
-def final_report(config: TrainConfig, data: PuzzleData, run_dir: Path, runtime: Runtime) -> dict[str, Any]:
+def final_report(
+    config: TrainConfig, data: PuzzleData, run_dir: Path, runtime: Runtime, trained_minutes: float
+) -> dict[str, Any]:
     """Evaluate the best checkpoint on the test split, write the results and print the summary."""
     checkpoint = load_checkpoint(find_checkpoint(run_dir, "best"))
     log.info(f"testing {checkpoint.path} (best on validation, step {checkpoint.step})")
-    results, _ = evaluate_checkpoint(checkpoint, data.test, data.meta, config.eval, runtime)
+    minutes = max(config.eval.max_minutes, trained_minutes / 10)
+    results, _ = evaluate_checkpoint(checkpoint, data.test, data.meta, config.eval, runtime, minutes)
     write_results(run_dir, results)
     for line in (*depth_table(results), "", *summary(results, run_dir, "test/")):
         log.info(line)

@@ -7,6 +7,7 @@ import numpy as np
 
 from data.arrays import Split
 from data.sudoku import (
+    BLANK_TOKEN,
     BLANKS,
     SYMBOLS,
     Box,
@@ -104,7 +105,11 @@ def solve_program(config: SolveConfig) -> int:
     checkpoint = load_checkpoint(find_checkpoint(config.checkpoint, config.which))
     box = Box(checkpoint.data_meta["box_rows"], checkpoint.data_meta["box_cols"])
     puzzles = read_puzzles(config, box)
-    runtime = set_up(config.trainer)
+    if (puzzles != 0).all():
+        raise UserError("nothing to solve: no cell is empty; give 0 or . for the cells to fill in")
+    # A few puzzles are done long before anything is compiled.
+    settings = config.trainer if config.trainer.compile is True else config.trainer.model_copy(update={"compile": False})
+    runtime = set_up(settings)
     model = ready_model(checkpoint, config.weights, runtime)
     asked = EvalConfig(segments=config.segments, H_cycles=config.H_cycles, L_cycles=config.L_cycles)
     depth = resolve_depth(asked, checkpoint.config.schedule, checkpoint.config.model.layers)
@@ -118,7 +123,8 @@ def solve_program(config: SolveConfig) -> int:
         halting=config.halting == "on",
         batch_size=64,
     )
-    answers, valid = digits_from_tokens(result.answers), 0
+    # An answer may hold padding, token 0; it is shown and judged as a blank.
+    answers, valid = digits_from_tokens(np.maximum(result.answers, BLANK_TOKEN)), 0
     for puzzle, answer, segments in zip(puzzles, answers, result.segments.tolist(), strict=True):
         problems = verdict(answer, puzzle, box)
         valid += not problems
