@@ -1,5 +1,6 @@
 """Puzzle tables from the Hugging Face hub through the optional package `datasets`, without ever hanging."""
 
+import http.client
 import importlib.util
 import os
 import threading
@@ -78,9 +79,10 @@ def _answers(hub_id: str, timeout: float) -> bool:
         try:
             with urllib.request.urlopen(request, timeout=timeout):
                 answered.append(True)
-        except urllib.error.HTTPError:
-            answered.append(True)  # it is there, and `datasets` will tell what it refuses
-        except (OSError, ValueError):
+        except urllib.error.HTTPError as error:
+            if error.code < 500:  # it is there, and `datasets` will tell what it refuses
+                answered.append(True)
+        except (OSError, ValueError, http.client.HTTPException):
             pass
 
     thread = threading.Thread(target=ask, daemon=True)

@@ -241,7 +241,7 @@ def make_puzzles(keys, peers, units, units_of, hard, attempts, max_guesses, puzz
     full = (1 << units.shape[1]) - 1
     stack = np.empty((cells + 1, cells), np.int32)
     queue = np.empty(cells + 1, np.int32)
-    order = np.arange(cells)
+    order = np.empty(cells, np.int64)
     scratch = np.empty(cells, np.uint8)
     state = np.empty(1, np.uint64)
     for i in range(keys.shape[0]):
@@ -254,6 +254,8 @@ def make_puzzles(keys, peers, units, units_of, hard, attempts, max_guesses, puzz
                 stack[0] = full
                 found, guesses = search(stack, peers, units, queue, ONE, 20 * cells, ONE, state, solutions[i])
             copy(solutions[i], puzzle)
+            for cell in range(cells):
+                order[cell] = cell
             shuffle(order, 0, cells, state)
             for cell in order:
                 # Can the cell be anything else? If so, the clue is needed, and stays needed with fewer clues around.

@@ -16,7 +16,7 @@ def log_stablemax(logits: Tensor) -> Tensor:
     """
     wide = logits if logits.dtype == torch.float64 else logits.float()
     log_s = torch.where(wide >= 0, torch.log1p(wide.clamp(min=0)), -torch.log1p(-wide.clamp(max=0)))
-    return log_s - torch.logsumexp(log_s, dim=-1, keepdim=True)
+    return torch.log_softmax(log_s, dim=-1)
 
 
 class SegmentLoss(NamedTuple):

@@ -26,14 +26,15 @@ def released(values: Tensor) -> Tensor:
     return torch.log(s / s.sum(-1, keepdim=True))
 
 
-@pytest.mark.parametrize("kind", ["", "bf16_"])
-def test_released_values_and_gradients(kind: str) -> None:
+# float32 keeps log(1e30) = 69 to 4e-6; rounded to bfloat16, row 0 has two such logits that are not equal.
+@pytest.mark.parametrize(("kind", "tolerance"), [("", 1e-6), ("bf16_", 5e-6)])
+def test_released_values_and_gradients(kind: str, tolerance: float) -> None:
     """Values and gradients to 1e-6; row 0 holds an exact 0, exact 1.0 twice, 1e4, -1e6, 1e30, 1e-7."""
     io = tensors("stablemax")
     values, labels = io[f"{kind}logits"].float().requires_grad_(), io["labels"].long()
     loss = cell_losses(values, labels)
     (io["cotangent"].float() * loss).sum().backward()
-    torch.testing.assert_close(loss.double(), io[f"{kind}loss"], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(loss.double(), io[f"{kind}loss"], rtol=0, atol=tolerance)
     assert values.grad is not None
     if kind:  # the stored gradient is rounded to bfloat16
         torch.testing.assert_close(values.grad.bfloat16(), io["bf16_grad_logits"], rtol=1e-2, atol=1e-6)

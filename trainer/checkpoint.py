@@ -148,10 +148,3 @@ def load_checkpoint(path: Path) -> Checkpoint:
         raise UserError(
             f"{path}: header not understood ({str(error).splitlines()[0]}); written by another version?"
         ) from error
-
-
-def load_weights(model: torch.nn.Module, parameters: list[Tensor]) -> None:
-    """Copy tensors into the model's parameters, in order."""
-    with torch.no_grad():
-        for parameter, value in zip(model.parameters(), parameters, strict=True):
-            parameter.copy_(value)

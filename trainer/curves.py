@@ -10,19 +10,23 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 PUBLISHED = Path(__file__).with_name("published.json")
+OWN_CONNECTION = {"trm": "carry_last", "infiloop": "attention_residual"}
+"""What makes a model of this name the published one."""
 
 
 def published_curve(results: dict[str, Any]) -> tuple[list[int], list[float]] | None:
     """(executed layers, exact accuracy in per cent) of the paper's run in the setting of `results`, or None.
 
-    Same setting means: the same data set and split, H and L cycles, width and mixer, fixed depth, all or a random part of
-    the test puzzles. A generated data set never matches.
+    Same setting means: the same data set and split, H and L cycles, width and mixer, the model's own connection on both
+    axes, fixed depth, all or a random part of the test puzzles. A generated data set never matches.
     """
     published = json.loads(PUBLISHED.read_text())
     here = {**results["model_settings"], **results}
     curve = published["exact_accuracy_percent"].get(results["model"])
     same = all(here[key] == value for key, value in published["setting"].items())
     if curve is None or not same or results["halting"] == "on":
+        return None
+    if here["axes"] != "both" or here["connection"]["kind"] != OWN_CONNECTION[results["model"]]:
         return None
     return published["executed_layers"], curve
 

@@ -28,7 +28,7 @@ from trainer.evaluator import evaluate, resolve_depth
 from trainer.metrics import Tracker, progress_bar
 from trainer.optim import AveragedWeights, build_adamw, lr_factor, set_lr, sign_sgd
 from trainer.report import choose_subset, final_report
-from trainer.run_dir import record_run
+from trainer.run_dir import record_run, refuse_used
 from trainer.runtime import Runtime, free_memory, seed_everything, set_up
 
 log = logging.getLogger("longloop")
@@ -154,6 +154,23 @@ def mark_finished(
     return replace(carry, memory=result.memory, segments=segments, finished=willing | (segments >= schedule.segments))
 
 
+@torch.no_grad()
+def answers_are_finite(model: LoopedReasoner, carry: Carry, config: TrainConfig) -> bool:
+    """Whether the present weights still answer in numbers, seen on a few rows: a checkpoint of others is of no use."""
+    part, schedule = slice(4), config.schedule
+    with torch.compiler.set_stance("force_eager"):  # too few rows to compile for
+        x = model.encode(carry.tokens[part], model.puzzle_rows(carry.puzzle_ids[part]))
+        memory = model.segment(carry.memory.map(lambda t: t[part]), x, schedule.H_cycles, schedule.L_cycles)
+        return bool(torch.isfinite(model.decode(memory)[0]).all())
+
+
+def diverged(step: int, what: str, config: TrainConfig, saved: dict[str, int]) -> UserError:
+    """The error that ends a run whose numbers have left the finite."""
+    good = ", ".join(f"{config.run_dir / name}.safetensors of step {at}" for name, at in saved.items())
+    lower = f"lower schedule.lr (now {config.schedule.lr:g})"
+    return UserError(f"step {step}: {what}; stopped, {lower}. Good checkpoints so far: {good}")
+
+
 def connection_facts(model: LoopedReasoner) -> dict[str, float]:
     """What the connections have learned so far: beta or step size per axis."""
     facts = {}
@@ -201,6 +218,7 @@ def announce(model: LoopedReasoner, config: TrainConfig, data: PuzzleData, runti
 
 def train(config: TrainConfig) -> dict[str, Any]:
     """Train, validate, save, and report on the whole test split. Returns what results.json holds."""
+    refuse_used(config.run_dir)
     runtime = set_up(config.trainer)
     data = load_puzzle_data(config.data, log.info)
     seed_everything(config.seed)
@@ -220,7 +238,9 @@ def train(config: TrainConfig) -> dict[str, Any]:
     # Every validation takes the same puzzles; all of them unless that would take longer than a validation may.
     automatic = config.eval.model_copy(update={"n": "auto"})
     validation, _ = choose_subset(data.validation, automatic, model, depth, "validation", config.eval.max_minutes)
-    meta = asdict(data.meta)
+    meta, saved = asdict(data.meta), {"last": 0}
+    # The first checkpoint shows that the disk takes them, and is what is left if step 1 already goes astray.
+    save_checkpoint(run_dir / "last.safetensors", model, averaged.shadow, config, 0, meta)
 
     with Tracker(run_dir, config) as tracker, progress_bar(config.steps, "training") as bar:
         for step in range(1, config.steps + 1):
@@ -231,10 +251,8 @@ def train(config: TrainConfig) -> dict[str, Any]:
             loss = float(result.sums["cell_loss"] + schedule.halt_loss_weight * result.sums["halt_loss"])
             loss /= schedule.global_batch
             if not (math.isfinite(loss) and math.isfinite(gradient_norm.item())):
-                raise UserError(
-                    f"step {step}: loss {loss:.4g}, gradient norm {gradient_norm.item():.4g}, not finite; stopped before the "
-                    f"update. Lower schedule.lr (now {schedule.lr:g}); the last good checkpoint is in {run_dir}"
-                )
+                what = f"loss {loss:.4g}, gradient norm {gradient_norm.item():.4g}, not finite"
+                raise diverged(step, what, config, saved)
 
             factor = lr_factor(step, schedule.warmup_steps, schedule.total_steps, schedule.lr_min_ratio)
             set_lr(optimizer, factor)
@@ -256,9 +274,14 @@ def train(config: TrainConfig) -> dict[str, Any]:
                     loss=f"{row['train/loss']:.3f}", exact=f"{row['train/exact_accuracy']:.3f}", refresh=False
                 )
 
+            validating = step == config.steps or (settings.eval_every and step % settings.eval_every == 0)
+            saving = step == config.steps or step % settings.checkpoint_every == 0
+            if (validating or saving) and not answers_are_finite(model, carry, config):
+                raise diverged(step, "after the update, answers are not finite", config, saved)
+
             # --- once in a while: validate with the averaged weights, keep the best
             validated = None
-            if step == config.steps or (settings.eval_every and step % settings.eval_every == 0):
+            if validating:
                 averaged.swap()
                 evaluation = evaluate(
                     model,
@@ -266,17 +289,19 @@ def train(config: TrainConfig) -> dict[str, Any]:
                     data.meta.box,
                     depth,
                     decode=config.eval.decode,
+                    halting=config.eval.halting == "on",
                     batch_size=config.eval.batch_size,
                 )
                 averaged.swap()
                 validated = tracker.write_validation(step, evaluation)
                 score = (evaluation.last.exact, evaluation.last.cells_right)
                 if score >= best:  # cells break ties, and of equals the later one is kept
-                    best = score
+                    best, saved["best"] = score, step
                     save_checkpoint(run_dir / "best.safetensors", model, averaged.shadow, config, step, meta, validated)
 
             # --- once in a while: save
-            if step == config.steps or step % settings.checkpoint_every == 0:
+            if saving:
+                saved["last"] = step
                 save_checkpoint(run_dir / "last.safetensors", model, averaged.shadow, config, step, meta, validated)
 
     return final_report(config, data, run_dir, runtime, (time.perf_counter() - begin) / 60)

@@ -40,9 +40,9 @@ class Tracker:
 
     def __init__(self, run_dir: Path, config: TrainConfig):
         self.path = run_dir / "metrics.jsonl"
-        self.begin = time.perf_counter()
         self.finished_in_all = 0
         self.wandb = _start_wandb(run_dir, config) if config.logger.kind == "wandb" else None
+        self.begin = time.perf_counter()
         self._clear()
 
     def __enter__(self) -> "Tracker":

@@ -28,6 +28,9 @@ from trainer.runtime import Runtime, set_up
 
 log = logging.getLogger("longloop")
 
+LONG_UPDATE_SECONDS = 20
+"""A batch whose outer update takes longer than this is not timed by itself."""
+
 
 def ready_model(checkpoint: Checkpoint, weights: str, runtime: Runtime) -> LoopedReasoner:
     """The checkpoint's model on the device, in evaluation mode, compiled where the runtime says so."""
@@ -39,8 +42,8 @@ def ready_model(checkpoint: Checkpoint, weights: str, runtime: Runtime) -> Loope
 
 
 @torch.no_grad()
-def _seconds_per_puzzle_update(model: LoopedReasoner, depth: Depth, batch: int) -> float:
-    """Seconds of one outer update of one puzzle, in a batch of the size that will run."""
+def _seconds_per_update(model: LoopedReasoner, depth: Depth, batch: int) -> float:
+    """Seconds of one outer update of a batch."""
     tokens = torch.full((batch, model.seq_len), BLANK_TOKEN, device=model.H_init.device)
     ids = torch.zeros(batch, dtype=torch.int32, device=tokens.device)
     x = model.encode(tokens, model.puzzle_rows(ids))
@@ -52,7 +55,21 @@ def _seconds_per_puzzle_update(model: LoopedReasoner, depth: Depth, batch: int) 
         return time.perf_counter() - begin
 
     once()
-    return once() / batch
+    return once()
+
+
+def _minutes(model: LoopedReasoner, depth: Depth, total: int, batch_size: int, enough: float) -> float:
+    """Minutes that `total` puzzles take to `depth`.
+
+    Measured on a few puzzles, uncompiled; where that comes to more than `enough`, and a batch does not take long itself, on
+    a whole batch, whose compiled graph then serves the evaluation too.
+    """
+    few, batch = min(4, total), min(batch_size, total)
+    with torch.compiler.set_stance("force_eager"):
+        each = _seconds_per_update(model, depth, few) / few
+    if each * depth.outer_updates * total / 60 > enough and each * batch < LONG_UPDATE_SECONDS:
+        each = _seconds_per_update(model, depth, batch) / batch
+    return each * depth.outer_updates * total / 60
 
 
 def choose_subset(
@@ -63,8 +80,7 @@ def choose_subset(
     if settings.n == "all":
         return split, None
     if settings.n == "auto":
-        few = min(4, total)
-        minutes = _seconds_per_puzzle_update(model, depth, few) * depth.outer_updates * total / 60
+        minutes = _minutes(model, depth, total, settings.batch_size, max_minutes)
         if minutes <= max_minutes:
             return split, None
         n = max(1, min(total, 2 ** int(np.log2(max(1.0, total * max_minutes / minutes)))))

@@ -56,11 +56,17 @@ def environment(model: LoopedReasoner) -> dict[str, Any]:
     }
 
 
+def refuse_used(run_dir: Path) -> None:
+    """Refuse a run directory that holds anything yet, but for the log that Hydra has just opened there."""
+    held = sorted(path.name for path in run_dir.iterdir() if path.name != "train.log") if run_dir.is_dir() else []
+    if held:
+        what = "holds a run already" if "config.yaml" in held else f"is not empty (it holds {held[0]})"
+        raise UserError(f"run_dir={run_dir}: {what}; choose another run_dir or remove it")
+
+
 def record_run(config: TrainConfig, model: LoopedReasoner, meta: DataMeta) -> Path:
-    """Create the run directory and write config.yaml and environment.json; a directory with a run in it is refused."""
+    """Create the run directory and write config.yaml and environment.json."""
     run_dir = config.run_dir
-    if (run_dir / "metrics.jsonl").exists():
-        raise UserError(f"run_dir={run_dir}: holds a run already; choose another run_dir or remove it")
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))

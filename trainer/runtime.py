@@ -3,7 +3,10 @@
 import logging
 import random
 import shutil
+import sys
+import sysconfig
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -40,7 +43,10 @@ def compiler_missing(device: torch.device) -> str | None:
         return "torch.compile is not used on mps"
     if device.type == "cuda":
         return None if torch.utils._triton.has_triton() else "Triton is not installed"
-    return None if shutil.which("g++") or shutil.which("clang++") or shutil.which("c++") else "no C++ compiler"
+    if not any(map(shutil.which, ("g++", "clang++", "c++"))):
+        return "no C++ compiler"
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    return None if header.is_file() else f"{header} is missing (Debian and Ubuntu: apt install python3-dev)"
 
 
 def set_up(config: TrainerConfig) -> Runtime:
@@ -78,4 +84,14 @@ def free_memory(device: torch.device) -> int:
         return torch.cuda.mem_get_info(device)[0]
     if device.type == "mps":
         return torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory()
-    return psutil.virtual_memory().available
+    return min(psutil.virtual_memory().available, _left_in_container(Path("/sys/fs/cgroup")))
+
+
+def _left_in_container(cgroup: Path) -> int:
+    """Bytes left under a container's memory limit (cgroup 2); files in memory, which give way, count as left."""
+    try:
+        limit, used = (int((cgroup / f"memory.{name}").read_text()) for name in ("max", "current"))
+        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # no such file, or a limit of "max"
+        return sys.maxsize
+    return limit - used + int(stat.get("inactive_file", 0))
