@@ -115,7 +115,8 @@ def test_random_symmetries_reach_the_whole_group_and_nothing_else(shape: tuple[i
     solution = made.solutions[:1]
     orbit = {row.tobytes() for row in relabelled(solution[0][moves])}
     count = 60 * len(moves)
-    _, images = moved(*[np.repeat(solution, count, axis=0)] * 2, row_key(1, np.arange(count), np.ones(count)), box)
+    copies = np.repeat(solution, count, axis=0)
+    _, images = moved(copies, copies, row_key(1, np.arange(count), np.ones(count)), box)
     assert {row.tobytes() for row in relabelled(images)} == orbit
     for cell in (0, box.cells - 1):
         share = np.bincount(images[:, cell], minlength=box.digits + 1)[1:] / count
@@ -236,7 +237,7 @@ def test_matching_finds_exactly_the_symmetric_rows() -> None:
     copies = moved(made.puzzles[:10], made.solutions[:10], np.arange(1, 11, dtype=np.uint64), box)
     both = np.concatenate([made.puzzles, copies[0]]), np.concatenate([made.solutions, copies[1]])
     assert first_of_each_class(*both, box).tolist() == kept.tolist() + [False] * 10
-    hits = puzzles_symmetric_to(made.puzzles[:30], made.solutions[:30], *[c[:5] for c in copies], box)
+    hits = puzzles_symmetric_to(made.puzzles[:30], made.solutions[:30], copies[0][:5], copies[1][:5], box)
     by_key = canonical_puzzle_keys(made.puzzles, made.solutions, box)
     assert hits.tolist() == [any((key == other).all() for other in by_key[:5]) for key in by_key[:30]]
     assert hits[:5].all() and not hits.all()

@@ -1,5 +1,6 @@
 """Generated puzzles against an independent solver written here."""
 
+import hashlib
 import subprocess
 import sys
 from functools import cache
@@ -8,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.generate import count_solutions, generate, solve
+from data.generate import GENERATOR_VERSION, count_solutions, generate, solve
 from data.sudoku import Box, rule_violations
 from trainer.errors import UserError
 
@@ -129,6 +130,15 @@ def test_a_puzzle_depends_only_on_seed_and_number(difficulty) -> None:
     assert len(np.unique(whole.puzzles, axis=0)) == 12
 
 
+def test_puzzles_of_a_generator_version_never_change() -> None:
+    """If this fails and the change is meant, raise GENERATOR_VERSION, or old caches would pass for the new puzzles."""
+    digest = hashlib.sha256()
+    for shape in [(2, 2), (2, 3), (3, 3)]:
+        made = generate(Box(*shape), 10, seed=0)
+        digest.update(made.puzzles.tobytes() + made.solutions.tobytes() + made.rating.astype("<i4").tobytes())
+    assert (GENERATOR_VERSION, digest.hexdigest()[:16]) == (2, "DIGEST")
+
+
 def test_no_puzzles_is_an_empty_set() -> None:
     made = generate(Box(3, 3), 0, seed=0)
     assert made.puzzles.shape == made.solutions.shape == (0, 81) and made.rating.shape == (0,)
@@ -176,7 +186,7 @@ def test_works_where_no_cache_can_be_written(tmp_path: Path) -> None:
     package = tmp_path / "data"
     package.mkdir()
     (package / "__pycache__").write_text("")
-    (package / "kernels.py").write_text(Path("data/kernels.py").read_text())
+    (package / "kernels.py").write_text((Path(__file__).parents[1] / "data/kernels.py").read_text())
     home = tmp_path / "home"
     home.write_text("")
     code = "import numpy as np; from data.kernels import below; print(below(np.array([5], np.uint64), 1000))"

@@ -36,7 +36,6 @@ from trainer.compose import (
     SettingsT,
     compose_config,
     compose_launch,
-    describe,
     hydra_at_conf,
     load_saved,
     parse_overrides,
@@ -45,6 +44,7 @@ from trainer.compose import (
 )
 from trainer.config import PROJECT, Settings, TrainConfig
 from trainer.errors import UserError
+from trainer.mistakes import describe
 
 HYDRA_FLAGS = {"--hydra-help", "--info", "-i", "--shell-completion", "-sc"}  # answered by Hydra itself, train.py only
 crash_log = logging.getLogger(

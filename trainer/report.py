@@ -6,6 +6,7 @@ Every number carries what it was measured on: n, split, depth, cycles, weights, 
 import csv
 import json
 import logging
+import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -28,6 +29,8 @@ from trainer.runtime import Runtime, set_up
 
 log = logging.getLogger("longloop")
 
+OWN = "own puzzles"
+"""What results call the split of a user's file."""
 LONG_UPDATE_SECONDS = 20
 """A batch whose outer update takes longer than this is not timed by itself."""
 
@@ -130,8 +133,9 @@ def results_of(
         "recognised_at_some_depth": last.recognised,
         "recognised_note": "answers at any evaluated depth that keep the givens and break no rule, told without labels; "
         "not comparable with fixed-depth accuracy",
-        "split": settings.split,
+        "split": OWN if meta.source.startswith("file:") else settings.split,
         "subset": label,
+        "subset_seed": settings.subset_seed if label else None,
         "data": meta.name,
         "data_fingerprint": meta.fingerprint,
         "weights": settings.weights,
@@ -249,11 +253,22 @@ def final_report(
 def own_puzzles(path: Path, trained_on: DataMeta) -> tuple[Split, DataMeta]:
     """The puzzles of a CSV file, with an identity of their own: the file's name and the fingerprint of its rows."""
     split = load_csv_puzzles(path, trained_on.box)
-    return split, replace(trained_on, name=path.name, source=str(path), fingerprint=split_fingerprint(split))
+    return split, replace(trained_on, name=path.name, source=f"file:{path}", fingerprint=split_fingerprint(split))
+
+
+def evaluation_label(results: dict[str, Any]) -> str:
+    """A folder name that tells an evaluation from others of the same run."""
+    r = results
+    puzzles = r["data"] if r["split"] == OWN else f"{r['data']}-{r['split']}"
+    some = f"-n{r['n']}-s{r['subset_seed']}" if r["subset"] else ""
+    ways = f"{r['weights']}{r['checkpoint_step']}" + ("-halting" if r["halting"] == "on" else "")
+    each = "-each" if r["decode"] == "outer_update" else ""
+    return f"{puzzles}{some}-H{r['H_cycles']}-L{r['L_cycles']}-u{r['outer_updates']}{each}-{ways}"
 
 
 def evaluate_program(config: EvaluateConfig) -> dict[str, Any]:
     """What evaluate.py does: load, check that data and checkpoint belong together, evaluate, write, print."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     checkpoint = load_checkpoint(find_checkpoint(config.checkpoint, config.which))
     runtime = set_up(config.trainer)
     trained_on = DataMeta(**checkpoint.data_meta)
@@ -268,11 +283,9 @@ def evaluate_program(config: EvaluateConfig) -> dict[str, Any]:
                 f"({trained_on.name}, {trained_on.fingerprint[:12]}); give puzzles=<csv> to evaluate on other puzzles"
             )
     log.info(f"evaluating {checkpoint.path} (step {checkpoint.step}, {config.eval.weights} weights)")
-    results, evaluation = evaluate_checkpoint(checkpoint, split, meta, config.eval, runtime)
-    depth = evaluation.depth
+    results, _ = evaluate_checkpoint(checkpoint, split, meta, config.eval, runtime)
     place = config.checkpoint if config.checkpoint.is_dir() else Path("outputs") / config.checkpoint.stem
-    label = f"{meta.name}-{config.eval.split}-H{depth.H_cycles}-L{depth.L_cycles}-u{depth.outer_updates}"
-    folder = config.out or place / "evaluations" / label
+    folder = config.out or place / "evaluations" / evaluation_label(results)
     write_results(folder, results)
     for line in (*depth_table(results), "", *summary(results, folder)):
         log.info(line)

@@ -108,7 +108,9 @@ def solve_program(config: SolveConfig) -> int:
     if (puzzles != 0).all():
         raise UserError("nothing to solve: no cell is empty; give 0 or . for the cells to fill in")
     # A few puzzles are done long before anything is compiled.
-    settings = config.trainer if config.trainer.compile is True else config.trainer.model_copy(update={"compile": False})
+    settings = (
+        config.trainer if config.trainer.compile is True else config.trainer.model_copy(update={"compile": False})
+    )
     runtime = set_up(settings)
     model = ready_model(checkpoint, config.weights, runtime)
     asked = EvalConfig(segments=config.segments, H_cycles=config.H_cycles, L_cycles=config.L_cycles)
