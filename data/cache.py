@@ -31,10 +31,7 @@ def cache_folder(cache_dir: Path, name: str, request: dict[str, Any]) -> Path:
 
 def read_meta(folder: Path) -> DataMeta | None:
     """The record of a prepared data set; None when there is no such folder. UserError when it is damaged."""
-    path = folder / "meta.json"
-    if not path.exists():
-        return None
-    return _parse_meta(path)[0]
+    return _parse_meta(folder / "meta.json")[0] if folder.exists() else None
 
 
 def read_data(folder: Path) -> PuzzleData:

@@ -31,8 +31,16 @@ MUTANTS = (
     # --- the recursion
     Mutant("input injection dropped", CORE, "self.block(h_L, h_H + x)", "self.block(h_L, h_H)"),
     Mutant("input injected into the outer update too", CORE, "self.block(h_H, h_L)", "self.block(h_H, h_L + x)"),
-    Mutant("inner updates thrown away", CORE, "memory = memory._replace(inner=self.inner_update(memory, x))", "pass"),
-    Mutant("gradient not truncated", CORE, "outer >= H_cycles - grad_outer_cycles", "grad_outer_cycles > 0"),
+    Mutant(
+        "inner updates thrown away", CORE, "memory = memory._replace(inner=self.inner_update(memory, x_here))", "pass"
+    ),
+    Mutant(
+        "gradient not truncated",
+        CORE,
+        "grad_outer_cycles if torch.is_grad_enabled() else 0",
+        "H_cycles if torch.is_grad_enabled() and grad_outer_cycles else 0",
+    ),
+    Mutant("input gets no gradient", CORE, "requires_grad_()), x\n", "requires_grad_()), x_here\n"),
     Mutant("gradient of one outer cycle too few", CORE, "outer >= H_cycles - grad", "outer > H_cycles - grad"),
     Mutant("halting head reads the mean", CORE, "self.halting.read(h[:, 0])", "self.halting.read(h.mean(1))"),
     Mutant(

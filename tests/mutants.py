@@ -9,15 +9,17 @@ one fails. A mutant whose text is no longer in its file, or which cannot even be
 """
 
 import argparse
+import contextlib
+import io
+import multiprocessing
 import os
-import re
 import shutil
-import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
 
 from tests.mutant_table import MUTANTS, Mutant
 
@@ -25,6 +27,19 @@ PROJECT = Path(__file__).resolve().parent.parent
 PACKAGES = ("models", "trainer", "data", "tests")
 # Quick and sharp ones first: a mutant's run ends at the first failure.
 TESTS = ("parity", "core", "carry", "halting", "losses", "optim", "blocks", "precision", "connections")
+OPTIONS = ("-x", "-q", "--tb=short", "--timeout=120", "-m", "not slow", "-p", "no:cacheprovider", "-p", "no:xdist")
+# Each mutant has a process of its own, forked from one that has imported these: importing them is most of a short run.
+PRELOAD = (
+    "torch",
+    "numba",
+    "hypothesis",
+    "pydantic",
+    "safetensors.torch",
+    "hydra",
+    "matplotlib.figure",
+    "psutil",
+    "tqdm",
+)
 TABLE = PROJECT / "docs" / "mutants.md"
 
 
@@ -45,25 +60,38 @@ def mutated(mutant: Mutant, text: str) -> str:
     return text.replace(mutant.source, mutant.replacement)
 
 
-def run_tests(folder: Path) -> tuple[int, str]:
-    """Exit code and output of the model layer's fast tests in `folder`, stopping at the first failure."""
-    options = ["-x", "-q", "--no-header", "--tb=line", "-m", "not slow", "-p", "no:cacheprovider", "-p", "no:xdist"]
+class FirstFailure:
+    """Pytest plugin: which test failed first."""
+
+    name: str | None = None
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed and self.name is None:
+            self.name = report.nodeid.removeprefix("tests/")
+
+
+def run_tests(folder: Path) -> tuple[int, str | None, str]:
+    """Exit code, first failure and output of the fast tests of the model layer as they are in `folder`."""
+    for name in list(sys.modules):
+        if name.split(".")[0] in PACKAGES:
+            del sys.modules[name]
+    sys.path[:] = [str(folder), *(entry for entry in sys.path if Path(entry or ".").resolve() != PROJECT)]
+    sys.dont_write_bytecode = True
+    os.chdir(folder)
+    first, output = FirstFailure(), io.StringIO()
     files = [f"tests/test_{name}.py" for name in TESTS]
-    environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, "--hypothesis-profile=mutants", *files],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    return done.returncode, done.stdout + done.stderr
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        code = pytest.main([*OPTIONS, "--hypothesis-profile=mutants", *files], plugins=[first])
+        broken = sys.modules.get("models")
+    if broken is not None and not Path(str(broken.__file__)).is_relative_to(folder):
+        return 99, None, f"the tests imported {broken.__file__}"
+    return int(code), first.name, output.getvalue()
 
 
-def try_mutant(mutant: Mutant) -> Outcome:
-    """Copy, break, test."""
+def try_mutant(mutant: Mutant) -> tuple[str | None, str | None]:
+    """Copy, break, test; in a process that does nothing afterwards. Returns the test that noticed, or the problem."""
     with tempfile.TemporaryDirectory(prefix="longloop-mutant-") as name:
-        folder = Path(name)
+        folder = Path(name).resolve()
         for package in PACKAGES:
             shutil.copytree(PROJECT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__", "cache"))
         shutil.copy(PROJECT / "pyproject.toml", folder)
@@ -71,14 +99,16 @@ def try_mutant(mutant: Mutant) -> Outcome:
         try:
             path.write_text(mutated(mutant, path.read_text(encoding="utf-8")), encoding="utf-8")
         except ValueError as error:
-            return Outcome(mutant, None, str(error))
-        code, output = run_tests(folder)
-    failed = re.search(r"^FAILED (\S+)", output, re.MULTILINE)
-    if code == 1 and failed:
-        return Outcome(mutant, failed[1].removeprefix("tests/"))
-    if code == 0:
-        return Outcome(mutant, None, f"{mutant.name}: SURVIVED, no test of the model layer fails")
-    return Outcome(mutant, None, f"{mutant.name}: pytest ended with {code}\n{output[-2000:]}")
+            return None, str(error)
+        try:
+            code, failed, output = run_tests(folder)
+        finally:
+            os.chdir(PROJECT)
+    if code == pytest.ExitCode.TESTS_FAILED and failed:
+        return failed, None
+    if code == pytest.ExitCode.OK:
+        return None, f"{mutant.name}: SURVIVED, no test of the model layer fails"
+    return None, f"{mutant.name}: pytest ended with {code}\n{output[-2000:]}"
 
 
 def write_table(outcomes: list[Outcome]) -> None:
@@ -104,11 +134,13 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = [mutant for mutant in MUTANTS if options.only in mutant.name]
     if not chosen:
         parser.error(f"no mutant's name contains {options.only!r}")
-    outcomes = []
-    with ThreadPoolExecutor(options.jobs) as pool:
-        for outcome in pool.map(try_mutant, chosen):
-            print(f"{outcome.mutant.name}: {outcome.killed_by or 'NOT KILLED'}", flush=True)
-            outcomes.append(outcome)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    processes, outcomes = multiprocessing.get_context("forkserver"), []
+    processes.set_forkserver_preload(list(PRELOAD))
+    with processes.Pool(options.jobs, maxtasksperchild=1) as pool:
+        for mutant, (killed_by, problem) in zip(chosen, pool.imap(try_mutant, chosen, chunksize=1), strict=True):
+            print(f"{mutant.name}: {killed_by or 'NOT KILLED'}", flush=True)
+            outcomes.append(Outcome(mutant, killed_by, problem))
     problems = [outcome.problem for outcome in outcomes if outcome.problem]
     for problem in problems:
         print(problem, file=sys.stderr)

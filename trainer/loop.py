@@ -178,7 +178,7 @@ def connection_facts(model: LoopedReasoner) -> dict[str, float]:
         if isinstance(connection, AttentionResidual | FullAttentionResidual):
             facts[f"beta_{axis}"] = connection.beta().item()
         elif isinstance(connection, ConstantStep):
-            facts[f"step_{axis}"] = float(connection.step_size())
+            facts[f"step_{axis}"] = torch.as_tensor(connection.step_size()).item()
     return facts
 
 
