@@ -25,7 +25,7 @@ from trainer.config import (
     softplus_inverse,
 )
 
-M = TypeVar("M", bound="StateMemory")
+M = TypeVar("M", bound="StateMemory | DecayMemory | HistoryMemory")
 
 
 class StateMemory(NamedTuple):

@@ -36,7 +36,7 @@ PRELOAD = (
     "pydantic",
     "safetensors.torch",
     "hydra",
-    "matplotlib.figure",
+    "matplotlib.pyplot",
     "psutil",
     "tqdm",
 )
@@ -50,6 +50,13 @@ class Outcome:
     mutant: Mutant
     killed_by: str | None
     problem: str | None = None
+
+
+CONTROL = Mutant("(control: nothing is changed)", "models/core.py", "class LoopedReasoner", "class LoopedReasoner")
+
+
+def survived(mutant: Mutant) -> str:
+    return f"{mutant.name}: SURVIVED, no test of the model layer fails"
 
 
 def mutated(mutant: Mutant, text: str) -> str:
@@ -107,7 +114,7 @@ def try_mutant(mutant: Mutant) -> tuple[str | None, str | None]:
     if code == pytest.ExitCode.TESTS_FAILED and failed:
         return failed, None
     if code == pytest.ExitCode.OK:
-        return None, f"{mutant.name}: SURVIVED, no test of the model layer fails"
+        return None, survived(mutant)
     return None, f"{mutant.name}: pytest ended with {code}\n{output[-2000:]}"
 
 
@@ -131,20 +138,24 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="mutants tried at a time")
     parser.add_argument("--write", action="store_true", help="write docs/mutants.md (needs every mutant killed)")
     options = parser.parse_args(arguments)
-    chosen = [mutant for mutant in MUTANTS if options.only in mutant.name]
-    if not chosen:
+    chosen = [CONTROL, *(mutant for mutant in MUTANTS if options.only in mutant.name)]
+    if len(chosen) == 1:
         parser.error(f"no mutant's name contains {options.only!r}")
     os.environ["OMP_NUM_THREADS"] = "1"
     processes, outcomes = multiprocessing.get_context("forkserver"), []
     processes.set_forkserver_preload(list(PRELOAD))
     with processes.Pool(options.jobs, maxtasksperchild=1) as pool:
         for mutant, (killed_by, problem) in zip(chosen, pool.imap(try_mutant, chosen, chunksize=1), strict=True):
-            print(f"{mutant.name}: {killed_by or 'NOT KILLED'}", flush=True)
-            outcomes.append(Outcome(mutant, killed_by, problem))
+            print(f"{mutant.name}: {killed_by or 'no test fails'}", flush=True)
+            if mutant is not CONTROL:
+                outcomes.append(Outcome(mutant, killed_by, problem))
+            elif killed_by or problem != survived(CONTROL):
+                print(f"without any mistake, a test fails: {killed_by or problem}", file=sys.stderr)
+                return 1
     problems = [outcome.problem for outcome in outcomes if outcome.problem]
     for problem in problems:
         print(problem, file=sys.stderr)
-    print(f"{len(chosen) - len(problems)} of {len(chosen)} mutants killed")
+    print(f"{len(outcomes) - len(problems)} of {len(outcomes)} mutants killed")
     if options.write and not problems and not options.only:
         write_table(outcomes)
     return 1 if problems else 0

@@ -20,7 +20,7 @@ from models.core import LoopedReasoner, Memory
 from models.halting import QHead
 from tests.tiny import CARRY_LAST, model_config
 from trainer import loop
-from trainer.compose import compose_launch
+from trainer.compose import SettingsT, compose_launch
 from trainer.config import ConnectionConfig, EvaluateConfig, SolveConfig, TrainConfig
 
 BOX4, BOX9 = Box(2, 2), Box(3, 3)
@@ -30,18 +30,27 @@ CPU = ["trainer=cpu", "trainer.threads=1", "trainer.compile=false"]
 # --- runs ------------------------------------------------------------------------------------------------------------
 
 
+@cache
+def composed(name: str, settings: type[SettingsT], *overrides: str) -> SettingsT:
+    return compose_launch(name, list(overrides), settings).jobs[0]
+
+
 def tiny(run_dir: Path, *overrides: str) -> TrainConfig:
     """experiment=tiny (4x4 Sudoku, 20 steps of batch 8, eager) with overrides."""
-    lines = ["experiment=tiny", "trainer.threads=1", f"run_dir={run_dir}", *overrides]
-    return compose_launch("config", lines, TrainConfig).jobs[0]
+    config = composed("config", TrainConfig, "experiment=tiny", "trainer.threads=1", *overrides)
+    return config.model_copy(update={"run_dir": run_dir})
 
 
-def evaluating(checkpoint: Path, *overrides: str) -> EvaluateConfig:
-    return compose_launch("evaluate", [f"checkpoint={checkpoint}", *CPU, *overrides], EvaluateConfig).jobs[0]
+def evaluating(checkpoint: Path, *overrides: str, **paths: Path) -> EvaluateConfig:
+    """Settings of evaluate.py; `paths` are out and puzzles."""
+    config = composed("evaluate", EvaluateConfig, "checkpoint=x", *CPU, *overrides)
+    return config.model_copy(update={"checkpoint": checkpoint, **paths})
 
 
-def solving(checkpoint: Path, *overrides: str) -> SolveConfig:
-    return compose_launch("solve", [f"checkpoint={checkpoint}", *CPU, *overrides], SolveConfig).jobs[0]
+def solving(checkpoint: Path, *overrides: str, **texts: str) -> SolveConfig:
+    """Settings of solve.py; `texts` are puzzle and file."""
+    config = composed("solve", SolveConfig, "checkpoint=x", *CPU, *overrides)
+    return config.model_copy(update={"checkpoint": checkpoint, **texts})
 
 
 @cache

@@ -84,7 +84,7 @@ def test_evaluation_takes_the_weights_it_is_told(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("trainer.report.evaluate", watch)
     tensors, _ = parts(finished_run() / "last.safetensors")
     for weights in ("raw", "ema"):
-        asked = evaluating(finished_run(), f"eval.weights={weights}", "which=last", f"out={tmp_path / weights}")
+        asked = evaluating(finished_run(), f"eval.weights={weights}", "which=last", out=tmp_path / weights)
         results = evaluate_program(asked)
         assert results["weights"] == weights and results["checkpoint_step"] == 20
         assert all(torch.equal(p, tensors[f"{weights}.{name}"]) for name, p in used[-1].items())
@@ -238,7 +238,7 @@ def test_evaluation_says_which_checkpoint_it_took(tmp_path: Path, caplog: pytest
     shutil.copytree(finished_run(), run_dir)
     for which in ("best", "last"):
         with caplog.at_level("INFO"):
-            evaluate_program(evaluating(run_dir, f"which={which}", f"out={tmp_path / 'out'}"))
+            evaluate_program(evaluating(run_dir, f"which={which}", out=tmp_path / "out"))
         assert f"evaluating {run_dir / which}.safetensors (step" in caplog.text
     (run_dir / "best.safetensors").unlink()
     assert find_checkpoint(run_dir, "best") == run_dir / "last.safetensors"

@@ -215,8 +215,8 @@ def test_memory_does_not_grow(config: ConnectionConfig) -> None:
     [(0.10, "learned"), (0.55, "learned"), (0.90, "learned"), (0.1, "fixed"), (1.0, "fixed"), (1.82, "fixed")],
 )
 def test_beta_starts_at_beta0(beta0: float, beta: str, full: bool) -> None:
-    """A fixed beta is not a parameter; a learned one is, next to the query: D + 1 numbers."""
-    connection = made(residual(beta0, full, beta=beta))
+    """A fixed beta is not a parameter; a learned one is, next to the query, which starts at 0: D + 1 numbers."""
+    connection: Any = build_connection(residual(beta0, full, beta=beta), 6, EPS)
     assert connection.beta().item() == pytest.approx(beta0, rel=1e-6)
     names = {name for name, _ in connection.named_parameters()}
     assert names == ({"query", "raw_decay"} if beta == "learned" else {"query"})

@@ -82,8 +82,8 @@ def test_two_segments_equal_the_equations(config: ModelConfig) -> None:
     expected_logits, expected_q = reference.segments(w, config, tokens, rows, H, L, count=2)
     reference.loss(expected_logits, expected_q, labels).backward()
 
-    rounded = config.mixer == "attention" and config.positions == "rope"  # rotations are float32
-    tolerance = 1e-4 if rounded else 1e-6
+    # Float32 in our model: rotations, and the halting logit.
+    tolerance = 1e-4 if config.mixer == "attention" and config.positions == "rope" else 1e-5
     assert_close(logits, expected_logits.detach(), tolerance, "logits")
     assert_close(q, expected_q.detach(), tolerance, "halting logit")
     for name, gradient in mine.items():
@@ -91,7 +91,7 @@ def test_two_segments_equal_the_equations(config: ModelConfig) -> None:
         if expected is None:
             assert (gradient == 0).all(), name
         else:
-            assert_close(gradient, expected, tolerance, f"gradient of {name}", least_scale=1e-5)
+            assert_close(gradient, expected, tolerance, f"gradient of {name}", least_scale=1e-3)
 
 
 @BY_LAYOUT
@@ -148,7 +148,7 @@ def test_streaming_equals_full_in_segments(axes: str, grad_outer_cycles: int, sp
             assert_close(streaming, full, 1e-6)
         else:
             for name, gradient in streaming.items():
-                assert_close(gradient, full[name], 1e-6, f"gradient of {name}", least_scale=1e-6)
+                assert_close(gradient, full[name], 1e-5, f"gradient of {name}", least_scale=1e-3)
 
 
 @pytest.mark.parametrize("mixer", ["mlp", "attention"])

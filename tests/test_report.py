@@ -164,14 +164,14 @@ def test_a_run_ends_with_the_test_score(tmp_path: Path, caplog: pytest.LogCaptur
         in caplog.text
     )
     assert "test/" not in "".join(key for row in rows_of(tmp_path / "run") for key in row)
-    offline = evaluate_program(evaluating(tmp_path / "run", f"out={tmp_path / 'out'}"))
+    offline = evaluate_program(evaluating(tmp_path / "run", out=tmp_path / "out"))
     assert results_of(tmp_path / "out") == json.loads(json.dumps(offline)) == results
 
 
 def test_validation_during_training_is_what_evaluate_says(tmp_path: Path) -> None:
     """Exactly, at the step of each checkpoint: the same weights, puzzles, depth and counts."""
     for which in ("last", "best"):
-        asked = evaluating(finished_run(), f"which={which}", "eval.split=validation", f"out={tmp_path}")
+        asked = evaluating(finished_run(), f"which={which}", "eval.split=validation", out=tmp_path)
         results = evaluate_program(asked)
         row = next(r for r in rows_of(finished_run(), "validation") if r["step"] == results["checkpoint_step"])
         assert results["split"] == "validation" and results["n"] == row["validation/n"] == 8
@@ -190,7 +190,7 @@ def test_results_carry_what_they_were_measured_on(tmp_path: Path) -> None:
         "eval.subset_seed=2",
         "eval.halting=on",
     ]
-    results = evaluate_program(evaluating(finished_run(), *asked, "eval.decode=outer_update", f"out={tmp_path}"))
+    results = evaluate_program(evaluating(finished_run(), *asked, "eval.decode=outer_update", out=tmp_path))
     assert results.keys() >= EVERYWHERE and results == results_of(tmp_path)
     depth = {k: results[k] for k in ("H_cycles", "L_cycles", "segments", "outer_updates", "block_applications")}
     assert depth == {"H_cycles": 3, "L_cycles": 4, "segments": 4, "outer_updates": 10, "block_applications": 50}
@@ -238,7 +238,7 @@ def test_one_wrong_cell_in_every_puzzle(
         monkeypatch.setattr(report, "ready_model", lambda *_, scripted=scripted: scripted)
         caplog.clear()
         with caplog.at_level(logging.INFO):
-            results = evaluate_program(evaluating(checkpoint, f"puzzles={table}", f"out={tmp_path / 'out'}"))
+            results = evaluate_program(evaluating(checkpoint, puzzles=table, out=tmp_path / "out"))
         headline = "   <- headline: every cell right"
         assert f"exact_accuracy = {exact}{headline}" in caplog.messages
         assert f"cell_accuracy = {cells}   (givens excluded)" in caplog.messages
@@ -263,7 +263,7 @@ def test_results_by_empty_cells() -> None:
 
 def test_depth_table_always_shows_the_last_row(tmp_path: Path) -> None:
     results = evaluate_program(
-        evaluating(finished_run(), "eval.outer_updates=50", "eval.decode=outer_update", f"out={tmp_path}")
+        evaluating(finished_run(), "eval.outer_updates=50", "eval.decode=outer_update", out=tmp_path)
     )
     lines = depth_table(results)
     assert len(results["depths"]) == 50 and len(lines) == 13

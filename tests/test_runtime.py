@@ -47,6 +47,7 @@ def test_without_a_compiler_runs_are_eager(
 ) -> None:
     """One line says why; asking for the compiler by name is an error."""
     cpu = torch.device("cpu")
+    monkeypatch.setattr(torch.compiler, "reset", lambda: None)
     for which, include, reason in (
         (lambda name: None, "/usr/include", "no C++ compiler"),
         (lambda name: f"/usr/bin/{name}", str(tmp_path), f"{tmp_path}/Python.h is missing"),

@@ -54,12 +54,12 @@ def test_a_right_answer_is_printed_and_exits_0(
     halts = np.full((5, 3), -1.0)
     halts[0, 1] = 1
     script(monkeypatch, always(FIVE.labels), halts)
-    assert solve_program(solving(finished_run(), f"puzzle={line(ASKED[0])}")) == 0
+    assert solve_program(solving(finished_run(), puzzle=line(ASKED[0]))) == 0
     out = capsys.readouterr().out
     assert format_grid(RIGHT[0], BOX4) in out and f"\n{line(RIGHT[0])}\n" in out
     assert "loops: 2 of at most 3 segments (24 executed layers)" in out
     assert "valid: complete, keeps the givens, breaks no rule" in out
-    assert solve_program(solving(finished_run(), f"puzzle={line(ASKED[0])}", "halting=off")) == 0
+    assert solve_program(solving(finished_run(), "halting=off", puzzle=line(ASKED[0]))) == 0
     assert "loops: 3 of at most 3 segments (36 executed layers)" in capsys.readouterr().out
 
 
@@ -70,7 +70,7 @@ def test_a_wrong_answer_says_why_and_exits_1(
     given = int(np.argmax(ASKED[0] != 0))
     wrong[0, given] = wrong[0, given] % 4 + 2
     script(monkeypatch, always(wrong))
-    assert solve_program(solving(finished_run(), f"puzzle={line(ASKED[0])}")) == 1
+    assert solve_program(solving(finished_run(), puzzle=line(ASKED[0]))) == 1
     out = capsys.readouterr().out
     assert f"NOT valid: changes a given at row {given // 4 + 1} column {given % 4 + 1}; violates a rule: row" in out
     assert " valid: " not in out.replace("NOT valid", "")
@@ -84,7 +84,7 @@ def test_an_answer_may_hold_padding_or_blanks(
     blanks = np.flatnonzero(ASKED[0] == 0)[:2]
     holes[0, blanks] = (0, BLANK_TOKEN)
     script(monkeypatch, always(holes))
-    assert solve_program(solving(finished_run(), f"puzzle={line(ASKED[0])}")) == 1
+    assert solve_program(solving(finished_run(), puzzle=line(ASKED[0]))) == 1
     out = capsys.readouterr().out
     shown = RIGHT[0].copy()
     shown[blanks] = 0
@@ -97,7 +97,7 @@ def test_a_file_of_puzzles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     grids = "\n\n".join(format_grid(ASKED[i], BOX4) for i in (2, 3))
     file.write_text(f"# mine\n{line(ASKED[0])}\n{line(ASKED[1], '0')}\n\n{grids}\n")
     script(monkeypatch, always(FIVE.labels))
-    assert solve_program(solving(finished_run(), f"file={file}")) == 0
+    assert solve_program(solving(finished_run(), file=str(file))) == 0
     out = capsys.readouterr().out
     answers = [text for text in out.splitlines() if re.fullmatch(r"[1-4]{16}", text)]
     assert answers == [line(grid) for grid in RIGHT[:4]] and out.endswith("4 of 4 answers are valid\n")
@@ -106,7 +106,7 @@ def test_a_file_of_puzzles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     wrong[1] = wrong[0]
     script(monkeypatch, always(wrong))
     monkeypatch.setattr("sys.stdin", io.StringIO(file.read_text()))
-    assert solve_program(solving(finished_run(), "file=-")) == 1
+    assert solve_program(solving(finished_run(), file="-")) == 1
     assert capsys.readouterr().out.endswith("3 of 4 answers are valid\n")
 
 
@@ -114,7 +114,7 @@ def test_answers_are_those_of_evaluate(tmp_path: Path, capsys: pytest.CaptureFix
     """The bundled checkpoint: solve.py's grids and loops are evaluate's with eval.halting=on, each puzzle by itself."""
     found, box = bundled(), Box(2, 3)
     split = load_csv_puzzles(found.puzzles, box)
-    asked = evaluating(found.checkpoint, "eval.halting=on", "eval.n=all", f"puzzles={found.puzzles}", f"out={tmp_path}")
+    asked = evaluating(found.checkpoint, "eval.halting=on", "eval.n=all", puzzles=found.puzzles, out=tmp_path)
     results = evaluate_program(asked)
     checkpoint = solver.load_checkpoint(found.checkpoint)
     model = ready_model(checkpoint, "ema", set_up(asked.trainer))
@@ -122,7 +122,7 @@ def test_answers_are_those_of_evaluate(tmp_path: Path, capsys: pytest.CaptureFix
     whole = evaluate(model, split, box, depth, halting=True)
     assert whole.last.exact == results["exact"]
     for i in (0, 3, 7):
-        code = solve_program(solving(found.checkpoint, f"puzzle={line(digits_from_tokens(split.inputs[i]))}"))
+        code = solve_program(solving(found.checkpoint, puzzle=line(digits_from_tokens(split.inputs[i]))))
         out = capsys.readouterr().out
         assert f"\n{line(digits_from_tokens(whole.answers[i]))}\n" in out
         assert f"loops: {whole.segments[i]} of at most" in out and code == (not whole.exact[i])
@@ -146,7 +146,7 @@ def test_answers_are_those_of_evaluate(tmp_path: Path, capsys: pytest.CaptureFix
 )
 def test_mistakes_in_a_puzzle_are_named(puzzle: str, message: str) -> None:
     with pytest.raises(UserError, match=f"^{message}") as caught:
-        solve_program(solving(finished_run(), f"puzzle={puzzle}"))
+        solve_program(solving(finished_run(), puzzle=puzzle))
     assert "\n" not in str(caught.value)
 
 
@@ -160,12 +160,12 @@ def test_mistakes_in_a_file_name_the_line(tmp_path: Path) -> None:
     ):
         file.write_text(text)
         with pytest.raises(UserError, match=f"{file}.*{re.escape(message)}"):
-            solve_program(solving(finished_run(), f"file={file}"))
+            solve_program(solving(finished_run(), file=str(file)))
     with pytest.raises(UserError, match=r"file=.*nowhere\.txt: cannot be read"):
-        solve_program(solving(finished_run(), f"file={tmp_path}/nowhere.txt"))
+        solve_program(solving(finished_run(), file=f"{tmp_path}/nowhere.txt"))
     file.write_bytes(b"\xff\xfe1...")
     with pytest.raises(UserError, match="cannot be read"):
-        solve_program(solving(finished_run(), f"file={file}"))
+        solve_program(solving(finished_run(), file=str(file)))
     with pytest.raises(UserError, match="nothing to solve: give puzzle=<cells>, file=<path> or file=-"):
         solve_program(solving(finished_run()))
 

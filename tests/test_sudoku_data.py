@@ -316,7 +316,7 @@ def test_explicit_path_without_files_is_an_error_for_auto_too(tmp_path: Path, fo
 def test_auto_falls_back_to_generated_with_a_banner(tmp_path: Path) -> None:
     began = time.monotonic()
     data, said = load(settings(tmp_path, source="auto", hub_id=SUDOKU_EXTREME))
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 15
     assert any(line.startswith("!! ") and "generated 6x6 puzzles, NOT Sudoku-Extreme" in line for line in said)
     assert data.meta.name == "generated-sudoku6-any" and data.meta.source == "generated"
     again, said = load(settings(tmp_path, source="auto", hub_id=SUDOKU_EXTREME))
@@ -426,7 +426,7 @@ def silent_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 def test_a_hub_that_never_answers_costs_the_timeout(tmp_path: Path, silent_hub: list[int], datasets: Any) -> None:
     began = time.monotonic()
     data, said = load(settings(tmp_path, source="auto", hub_id=SUDOKU_EXTREME, hub_timeout=1.0))
-    assert 1.0 <= time.monotonic() - began < 4
+    assert 1.0 <= time.monotonic() - began < 10  # five retries of `datasets` would take 23 s
     assert data.meta.source == "generated" and silent_hub == [1]
     assert any("the hub does not answer" in line for line in said)
     with pytest.raises(UserError, match=r"data\.source=hub: sapientinc/sudoku-extreme: .*data\.source=csv data\.path="):

@@ -157,6 +157,18 @@ def test_two_swapped_cells_of_a_row_break_only_columns_and_boxes() -> None:
     assert not is_complete_solution(wrong, torch.zeros_like(wrong), NINE).any()
 
 
+def test_another_right_grid_that_changes_a_given_is_no_solution() -> None:
+    grid = torch.from_numpy(digits(SOLUTION))
+    givens = torch.from_numpy(digits(PUZZLE))
+    renamed = grid % 9 + 1  # obeys every rule
+    assert bool(is_complete_solution(renamed, torch.zeros_like(grid), NINE))
+    assert not bool(is_complete_solution(renamed, givens, NINE))
+    one_given = torch.zeros_like(grid)
+    one_given[-1] = grid[-1]
+    assert not bool(is_complete_solution(renamed, one_given, NINE))
+    assert bool(is_complete_solution(grid, one_given, NINE))
+
+
 def test_leading_dimensions_dtypes_and_values_out_of_range() -> None:
     grids = torch.from_numpy(EXAMPLES[3, 3].solutions).reshape(2, 4, 81)
     givens = torch.from_numpy(EXAMPLES[3, 3].puzzles).reshape(2, 4, 81)

@@ -60,12 +60,12 @@ class AveragedWeights:
 
     def __init__(self, model: nn.Module, ema: float):
         self.ema = ema
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.parameters: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
         self.shadow = [p.detach().clone() for p in self.parameters]
 
     @torch.no_grad()
     def update(self) -> None:
-        torch._foreach_lerp_(self.shadow, self.parameters, 1 - self.ema)
+        torch._foreach_lerp_(self.shadow, self.parameters, 1 - self.ema)  # pyright: ignore[reportPrivateImportUsage]
 
     @torch.no_grad()
     def swap(self) -> None:
