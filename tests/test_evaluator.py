@@ -123,7 +123,7 @@ def halting_here_and_there(model: LoopedReasoner) -> LoopedReasoner:
         memory = model.segment(memory, x, 2, 2)
         logits.append(model.decode(memory)[1])
     assert isinstance(model.halting, QHead) and model.halting.head.bias is not None
-    model.halting.head.bias -= torch.cat(logits).median()
+    model.halting.head.bias.sub_(torch.cat(logits).median())
     return model
 
 
@@ -213,7 +213,7 @@ def test_depth_in_any_unit(tmp_path: Path) -> None:
     schedule = tiny(tmp_path).schedule
 
     def depth(**asked: int) -> Depth:
-        return resolve_depth(EvalConfig(**asked), schedule, 2)
+        return resolve_depth(EvalConfig.model_validate(asked), schedule, 2)
 
     assert (
         depth() == depth(segments=3) == depth(outer_updates=6) == depth(layers=36) == depth(layers=31) == Depth(2, 2, 6)

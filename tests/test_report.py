@@ -109,9 +109,7 @@ def test_a_tracker_without_account_does_not_stop_a_run(
     started: list[str | None] = []
 
     class FakeWandb:
-        class errors:
-            Error = ConnectionError
-
+        Error = ConnectionError
         Settings = dict
 
         @staticmethod

@@ -171,12 +171,12 @@ def _start_wandb(run_dir: Path, config: TrainConfig) -> Any:
         log.info("logger=wandb: the wandb package is not installed (pip install wandb); metrics go to files only")
         return None
     later = f"this run is logged offline; later: wandb sync {run_dir / 'wandb'}/offline-*"
-    mode = os.environ.get("WANDB_MODE")
+    mode: Any = os.environ.get("WANDB_MODE")
     if mode is None and not _has_wandb_key():
         mode = "offline"
         log.info(f"logger=wandb: no API key, so {later}")
 
-    def start(mode: str | None) -> Any:
+    def start(mode: Any) -> Any:
         return wandb.init(
             project=config.logger.project,
             entity=config.logger.entity,
@@ -189,7 +189,7 @@ def _start_wandb(run_dir: Path, config: TrainConfig) -> Any:
 
     try:
         return start(mode)
-    except wandb.errors.Error as error:
+    except wandb.Error as error:
         if mode == "offline":
             raise UserError(f"logger=wandb: {str(error).splitlines()[0]}; use logger=files") from error
         log.info(f"logger=wandb: {str(error).splitlines()[0]}; {later} (WANDB_MODE=offline starts that way at once)")

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import torch
+from torch.utils._triton import has_triton
 
 from trainer.config import TrainerConfig
 from trainer.errors import UserError
@@ -42,7 +43,7 @@ def compiler_missing(device: torch.device) -> str | None:
     if device.type == "mps":
         return "torch.compile is not used on mps"
     if device.type == "cuda":
-        return None if torch.utils._triton.has_triton() else "Triton is not installed"
+        return None if has_triton() else "Triton is not installed"
     if not any(map(shutil.which, ("g++", "clang++", "c++"))):
         return "no C++ compiler"
     header = Path(sysconfig.get_path("include")) / "Python.h"
