@@ -17,18 +17,19 @@ import torch
 import torch.nn.functional as F
 
 from data.sudoku import Box
+from models.blocks import Linear
 from models.core import LoopedReasoner
 from models.losses import segment_loss
 from trainer.config import AttentionResidualConfig, ModelConfig
 
-DEFAULTS = {"width": 96, "batch": 64, "mixer": "mlp", "digits": 6, "H": 3, "L": 6, "puzzle_tokens": 1, "multiple": 32}
+DEFAULTS = {"width": 96, "batch": 64, "mixer": "mlp", "digits": 6, "H": 3, "L": 6, "puzzle_tokens": 0, "multiple": 256}
 
 
-def build(shape: dict, connection: str = "attention_residual") -> LoopedReasoner:
+def build(shape: dict) -> LoopedReasoner:
     """InfiLoop of the given shape; the CPU experiment's by default."""
     config = ModelConfig(
         name="infiloop",
-        connection=AttentionResidualConfig(kind=connection, beta0=0.55),
+        connection=AttentionResidualConfig(kind="attention_residual", beta0=0.55),
         mixer=shape["mixer"],
         positions="rope" if shape["mixer"] == "attention" else "none",
         hidden_size=shape["width"],
@@ -70,15 +71,13 @@ def seconds(call: Callable[[], object], least: float = 2.0) -> float:
 
 
 def products(model: LoopedReasoner, batch: int) -> list[tuple[int, int, int]]:
-    """(rows, in, out) of every weight product of one block application; attention adds two batched ones, see below."""
+    """(rows, in, out) of every weight product of one block application; the two inside attention are not counted."""
     c, T = model.config, model.config.puzzle_tokens + model.seq_len
     shapes = []
-    for layer in model.block.layers:
-        for name, module in layer.named_modules():
-            if hasattr(module, "weight"):
-                out_width, in_width = module.weight.shape
-                rows = batch * c.hidden_size if name.startswith("token_mlp") else batch * T
-                shapes.append((rows, in_width, out_width))
+    for name, module in model.block.named_modules():
+        if isinstance(module, Linear):
+            out_width, in_width = module.weight.shape
+            shapes.append((batch * c.hidden_size if "token_mlp" in name else batch * T, in_width, out_width))
     return shapes
 
 

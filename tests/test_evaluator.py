@@ -287,7 +287,7 @@ def test_subset_is_fixed_by_its_seed() -> None:
 
 
 def live_bytes() -> int:
-    """Bytes of all tensors alive; none of them may belong to a graph, which would keep more where it cannot be seen."""
+    """Bytes of all tensors made since gc.freeze(); none may belong to a graph, which would keep more out of sight."""
     storages = {}
     for thing in gc.get_objects():
         if type(thing) is Tensor:
@@ -307,8 +307,13 @@ def peak_bytes(connection: ConnectionConfig, layers: int) -> int:
         if done == depth.outer_updates or done % max(1, depth.outer_updates // 10) == 0:
             peak = max(peak, live_bytes())
 
-    model = steady(connection, "mlp", hidden_size=8, layers=10)
-    last = evaluate(model, puzzles(BOX4, 64), BOX4, depth, progress=look).last
+    gc.collect()
+    gc.freeze()
+    try:
+        model = steady(connection, "mlp", hidden_size=8, layers=10)
+        last = evaluate(model, puzzles(BOX4, 64), BOX4, depth, progress=look).last
+    finally:
+        gc.unfreeze()
     assert last.executed_layers == layers
     return peak
 

@@ -1,14 +1,9 @@
 """Sources, splits, cache and CSV reading of data.build."""
 
 import builtins
-import csv
 import json
 import multiprocessing
-import socket
-import sys
-import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,79 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data.arrays import PuzzleData, Split, data_fingerprint, split_fingerprint
+from data.arrays import Split, data_fingerprint, split_fingerprint
 from data.build import SUDOKU_EXTREME, check_source, load_csv_puzzles, load_puzzle_data
 from data.generate import Puzzles, generate
 from data.sudoku import Box, digits_from_tokens, tokens_from_digits
-from data.symmetry import augment, canonical_puzzle_keys, row_key
+from data.symmetry import augment, row_key
+from tests.puzzle_files import SIX, load, quiet, settings, split_keys, text, write_csv
 from trainer.config import DataConfig
 from trainer.errors import UserError
 
-SIX = Box(2, 3)
-
-
-def settings(cache_dir: Path, **changes: Any) -> DataConfig:
-    base = {
-        "name": "sudoku-extreme", "box_rows": 2, "box_cols": 3, "source": "generated", "train_puzzles": 20,
-        "validation_puzzles": 10, "test_puzzles": 15, "seed": 0, "cache_dir": cache_dir, "hub_timeout": 0.5,
-    }  # fmt: skip
-    return DataConfig.model_validate(base | changes)
-
-
-def quiet(_: str) -> None:
-    pass
-
-
-def load(config: DataConfig) -> tuple[PuzzleData, list[str]]:
-    said: list[str] = []
-    return load_puzzle_data(config, said.append), said
-
-
-def split_keys(split: Split, box: Box) -> set[bytes]:
-    keys = canonical_puzzle_keys(digits_from_tokens(split.inputs), digits_from_tokens(split.labels), box)
-    return {key.tobytes() for key in keys}
-
-
-def text(grid: np.ndarray, blank: str = ".") -> str:
-    return "".join(blank if d == 0 else str(d) for d in grid.tolist())
-
-
-def write_csv(path: Path, puzzles: Puzzles, first: int, count: int, blank: str = ".") -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["source", "question", "answer", "rating"])
-        for i in range(first, first + count):
-            writer.writerow(["made", text(puzzles.puzzles[i], blank), text(puzzles.solutions[i]), i])
-
-
-@pytest.fixture(scope="module")
-def six() -> Puzzles:
-    return generate(SIX, 150, seed=100)
-
-
-@pytest.fixture
-def folder(tmp_path: Path, six: Puzzles) -> Path:
-    """train.csv with 100 and test.csv with 30 puzzles."""
-    write_csv(tmp_path / "csv/train.csv", six, 0, 100)
-    write_csv(tmp_path / "csv/test.csv", six, 100, 30)
-    return tmp_path / "csv"
-
-
-@pytest.fixture(autouse=True)
-def no_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A hub that refuses connections at once, and none of the user's own offline switches or copies."""
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    for switch in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
-        monkeypatch.delenv(switch, raising=False)
-
-
-@pytest.fixture
-def datasets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    package = pytest.importorskip("datasets", reason="the optional package datasets is not installed")
-    monkeypatch.setattr(package.config, "HF_DATASETS_CACHE", str(tmp_path / "hf"))
-    package.disable_progress_bars()
-    return package
+pytestmark = pytest.mark.usefixtures("no_hub")
 
 
 # --- generated data --------------------------------------------------------------------------------------------------
@@ -345,111 +277,6 @@ def test_generated_is_generated_even_with_files_and_prepared_data(tmp_path: Path
     load(settings(tmp_path, source="csv", path=folder))
     data, said = load(settings(tmp_path, source="generated", path=folder))
     assert data.meta.name == "generated-sudoku6-any" and not any(line.startswith("!!") for line in said)
-
-
-# --- hub -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("blank", [".", "0"])
-def test_hub_through_a_local_folder(tmp_path: Path, folder: Path, six: Puzzles, datasets: Any, blank: str) -> None:
-    write_csv(folder / "train.csv", six, 0, 100, blank)
-    write_csv(folder / "test.csv", six, 100, 30, blank)
-    config = settings(tmp_path, source="hub", hub_id=str(folder))
-    check_source(config)
-    data, _ = load(config)
-    assert data.meta.source == f"hub:{folder}" and data.meta.name == str(folder), "not the default's name"
-    from_csv, _ = load(settings(tmp_path / "other", source="csv", path=folder))
-    assert data.meta.split_fingerprints == from_csv.meta.split_fingerprints
-    _, said = load(config)
-    assert len(said) == 1
-    auto, _ = load(settings(tmp_path / "third", source="auto", hub_id=str(folder)))
-    assert auto.meta.fingerprint == data.meta.fingerprint
-
-
-def test_prepared_data_of_another_hub_id_is_not_taken(tmp_path: Path, folder: Path, datasets: Any) -> None:
-    load(settings(tmp_path, source="hub", hub_id=str(folder)))
-    data, _ = load(settings(tmp_path, source="auto", hub_id="nobody/elsewhere"))
-    assert data.meta.source == "generated"
-
-
-@pytest.mark.parametrize(
-    ("header", "message"), [("source,puzzle,answer,rating", "no column question"), ("question,answer", None)]
-)
-def test_hub_columns(tmp_path: Path, folder: Path, datasets: Any, header: str, message: str | None) -> None:
-    columns = header.split(",")
-    for name in ("train", "test"):
-        with (folder / f"{name}.csv").open(newline="") as file:
-            rows = [{**row, "puzzle": row["question"]} for row in csv.DictReader(file)]
-        with (folder / f"{name}.csv").open("w", newline="") as file:
-            writer = csv.DictWriter(file, columns, extrasaction="ignore")
-            writer.writeheader()
-            writer.writerows(rows)
-    config = settings(tmp_path, source="hub", hub_id=str(folder))
-    if message:
-        with pytest.raises(UserError, match=message):
-            load(config)
-    else:
-        assert (load(config)[0].test.rating == -1).all()
-
-
-def test_faulty_hub_rows_are_an_error_not_a_fallback(tmp_path: Path, folder: Path, datasets: Any) -> None:
-    lines = (folder / "test.csv").read_text().splitlines()
-    lines[3] = lines[3].replace(lines[3].split(",")[2], lines[4].split(",")[2])
-    (folder / "test.csv").write_text("\n".join(lines) + "\n")
-    with pytest.raises(UserError, match=r"test row 3: the answer does not solve the question"):
-        load(settings(tmp_path, source="auto", hub_id=str(folder)))
-
-
-@pytest.fixture
-def silent_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """A hub that takes connections and never answers; yields a list that grows with each connection."""
-    server = socket.create_server(("127.0.0.1", 0))
-    asked: list[int] = []
-    held = []
-
-    def accept() -> None:
-        while True:
-            try:
-                held.append(server.accept()[0])
-            except OSError:
-                return
-            asked.append(1)
-
-    threading.Thread(target=accept, daemon=True).start()
-    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
-    yield asked
-    server.close()
-    for connection in held:
-        connection.close()
-
-
-def test_a_hub_that_never_answers_costs_the_timeout(tmp_path: Path, silent_hub: list[int], datasets: Any) -> None:
-    began = time.monotonic()
-    data, said = load(settings(tmp_path, source="auto", hub_id=SUDOKU_EXTREME, hub_timeout=1.0))
-    assert 1.0 <= time.monotonic() - began < 10  # five retries of `datasets` would take 23 s
-    assert data.meta.source == "generated" and silent_hub == [1]
-    assert any("the hub does not answer" in line for line in said)
-    with pytest.raises(UserError, match=r"data\.source=hub: sapientinc/sudoku-extreme: .*data\.source=csv data\.path="):
-        check_source(settings(tmp_path, source="hub", hub_id=SUDOKU_EXTREME))
-
-
-@pytest.mark.parametrize("switch", ["HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"])
-def test_offline_switches_are_respected(
-    tmp_path: Path, silent_hub: list[int], datasets: Any, monkeypatch: pytest.MonkeyPatch, switch: str
-) -> None:
-    monkeypatch.setenv(switch, "1")
-    data, _ = load(settings(tmp_path, source="auto", hub_id=SUDOKU_EXTREME, hub_timeout=30.0))
-    with pytest.raises(UserError, match="offline"):
-        load(settings(tmp_path, source="hub", hub_id=SUDOKU_EXTREME, hub_timeout=30.0))
-    assert data.meta.source == "generated" and silent_hub == []
-
-
-def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UserError, match=r"datasets is not installed"):
-        check_source(settings(tmp_path, source="hub", hub_id=SUDOKU_EXTREME))
-    _, said = load(settings(tmp_path, source="auto", hub_id=SUDOKU_EXTREME))
-    assert any("datasets is not installed" in line for line in said)
 
 
 # --- own puzzles -----------------------------------------------------------------------------------------------------
