@@ -2,7 +2,7 @@
 
     python scripts/bundle.py outputs/<infiloop run> outputs/<trm run>
 
-Copies the averaged weights of each run's best checkpoint, and 256 test puzzles (a random subset, seed 0) as CSV.
+Copies the averaged weights of each run's best checkpoint, and 100 test puzzles (a random subset, seed 0) as CSV.
 """
 
 import csv
@@ -17,7 +17,7 @@ from trainer.config import PROJECT
 from trainer.evaluator import subset
 
 BUNDLED = PROJECT / "models" / "pretrained"
-DEMO_PUZZLES = 256
+DEMO_PUZZLES = 100
 
 
 def main(runs: list[Path]) -> None:

@@ -21,6 +21,7 @@ from trainer.compose import compose_launch
 from trainer.config import PROJECT, EvaluateConfig, TrainConfig
 
 slow = pytest.mark.slow
+pytestmark = pytest.mark.timeout(900)  # the first process compiles the puzzle generator
 PROGRAMS = ("train.py", "evaluate.py", "solve.py")
 ALONE = ["trainer.threads=1", "trainer.compile=false"]
 TINY = [
@@ -92,7 +93,7 @@ class Shell(NamedTuple):
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=280,
+            timeout=600,
         )
         return Done(done.returncode, done.stdout, done.stderr)
 
@@ -285,7 +286,6 @@ def test_tracker_that_is_not_installed(shell: Shell) -> None:
 
 
 @slow
-@pytest.mark.timeout(600)
 def test_compiled_run_is_the_eager_run(shell: Shell) -> None:
     """With a real compiler: the same first losses, the same names in the file, and either evaluates the other's."""
     lines = "experiment=tiny trainer.max_steps=3 trainer.threads=1"

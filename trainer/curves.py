@@ -8,6 +8,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.ticker import LogLocator, NullFormatter
 
 PUBLISHED = Path(__file__).with_name("published.json")
 OWN_CONNECTION = {"trm": "carry_last", "infiloop": "attention_residual"}
@@ -57,6 +58,9 @@ def draw_depth_curve(results: list[dict[str, Any]], path: Path) -> None:
     for layers in trained:
         axes.axvline(layers, color="grey", linewidth=0.8, linestyle=":", label="depth in training")
     axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_ylim(0, 101)
     axes.set_xlabel("executed layers (block applications x layers per block)")
     axes.set_ylabel("exact accuracy, % of puzzles")
