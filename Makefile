@@ -36,7 +36,7 @@ bench: setup  ## training step against its own matrix products
 lint: setup  ## ruff and pyright
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
-	$(PYTHON) -m pyright
+	$(PYTHON) -m pyright --pythonpath $(PYTHON)
 
 format: setup  ## let ruff rewrite what it can
 	$(PYTHON) -m ruff check --fix .
