@@ -185,15 +185,17 @@ def test_evaluate_leaves_the_model_alone(training: bool, tmp_path: Path) -> None
 
 
 def test_validation_uses_the_averaged_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is validated is what the checkpoint calls ema, and training goes on from raw."""
+    """What is validated is what the checkpoint calls ema, with the halting of the test; training goes on from raw."""
     seen: list[dict[str, Tensor]] = []
 
     def watch(model: LoopedReasoner, *arguments: Any, **settings: Any) -> Evaluation:
         seen.append({f"ema.{name}": p.detach().clone() for name, p in model.named_parameters()})
+        assert settings["halting"] is True
         return evaluate(model, *arguments, **settings)
 
     monkeypatch.setattr(loop, "evaluate", watch)
-    run_dir = train_only(monkeypatch, tiny(tmp_path / "run", "trainer.max_steps=4", "trainer.eval_every=0"))
+    overrides = ["trainer.max_steps=4", "trainer.eval_every=0", "eval.halting=on"]
+    run_dir = train_only(monkeypatch, tiny(tmp_path / "run", *overrides))
     ema, raw = tensors_of(run_dir, kind="ema"), tensors_of(run_dir, kind="raw")
     assert ema.keys() == seen[0].keys() and all(torch.equal(tensor, seen[0][name]) for name, tensor in ema.items())
     assert any(not torch.equal(tensor, raw[name.replace("ema", "raw")]) for name, tensor in ema.items())
