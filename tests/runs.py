@@ -24,6 +24,7 @@ from trainer.compose import SettingsT, compose_launch
 from trainer.config import ConnectionConfig, EvaluateConfig, SolveConfig, TrainConfig
 
 BOX4, BOX9 = Box(2, 2), Box(3, 3)
+_RUNS = tempfile.TemporaryDirectory(prefix="longloop-tests-")  # removed when Python ends
 CPU = ["trainer=cpu", "trainer.threads=1", "trainer.compile=false"]
 
 
@@ -56,7 +57,7 @@ def solving(checkpoint: Path, *overrides: str, **texts: str) -> SolveConfig:
 @cache
 def finished_run(*overrides: str) -> Path:
     """The directory of a finished tiny run, trained once in a test session; not to be written to."""
-    run_dir = Path(tempfile.mkdtemp(prefix="longloop-tests-")) / "run"
+    run_dir = Path(_RUNS.name) / str(len(list(Path(_RUNS.name).iterdir())))
     loop.train(tiny(run_dir, *overrides))
     return run_dir
 

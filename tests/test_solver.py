@@ -112,15 +112,16 @@ def test_a_file_of_puzzles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
 
 def test_answers_are_those_of_evaluate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The bundled checkpoint: solve.py's grids and loops are evaluate's with eval.halting=on, each puzzle by itself."""
-    found, box = bundled(), Box(2, 3)
-    split = load_csv_puzzles(found.puzzles, box)
-    asked = evaluating(found.checkpoint, "eval.halting=on", "eval.n=all", puzzles=found.puzzles, out=tmp_path)
+    found, box, some = bundled(), Box(2, 3), tmp_path / "some.csv"
+    some.write_text("".join(found.puzzles.read_text().splitlines(keepends=True)[:13]))
+    split = load_csv_puzzles(some, box)
+    asked = evaluating(found.checkpoint, "eval.halting=on", puzzles=some, out=tmp_path / "out")
     results = evaluate_program(asked)
     checkpoint = solver.load_checkpoint(found.checkpoint)
     model = ready_model(checkpoint, "ema", set_up(asked.trainer))
     depth = resolve_depth(asked.eval, checkpoint.config.schedule, checkpoint.config.model.layers)
     whole = evaluate(model, split, box, depth, halting=True)
-    assert whole.last.exact == results["exact"]
+    assert whole.last.exact == results["exact"] > 0 and results["n"] == 12
     for i in (0, 3, 7):
         code = solve_program(solving(found.checkpoint, puzzle=line(digits_from_tokens(split.inputs[i]))))
         out = capsys.readouterr().out
