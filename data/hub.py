@@ -94,8 +94,10 @@ def _answers(hub_id: str, timeout: float) -> bool:
 def _import_datasets() -> Any:
     if importlib.util.find_spec("datasets") is None:
         raise HubUnavailable("the package datasets is not installed (pip install datasets)")
-    import datasets
-
+    try:
+        import datasets
+    except ImportError as error:
+        raise HubUnavailable(f"the package datasets cannot be imported ({error}); reinstall it") from error
     return datasets
 
 

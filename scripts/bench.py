@@ -21,6 +21,7 @@ from models.blocks import Linear
 from models.core import LoopedReasoner
 from models.losses import segment_loss
 from trainer.config import AttentionResidualConfig, ModelConfig
+from trainer.runtime import keep_freed_memory
 
 DEFAULTS = {"width": 96, "batch": 64, "mixer": "mlp", "digits": 6, "H": 3, "L": 6, "puzzle_tokens": 0, "multiple": 256}
 
@@ -108,6 +109,7 @@ def main(arguments: list[str]) -> None:
         if key not in shape:
             sys.exit(f"bench: unknown setting {key!r}; settings are {', '.join(shape)}")
         shape[key] = value if key == "mixer" else int(value)
+    keep_freed_memory()
     torch.manual_seed(0)
     model = build(shape)
     tokens = torch.randint(1, model.vocab_size, (shape["batch"], model.seq_len))

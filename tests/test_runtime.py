@@ -1,6 +1,8 @@
 """Before step 1: device, compiler, seeds, the micro-batch that fits, and an honest estimate."""
 
+import ctypes
 import logging
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -74,6 +76,20 @@ def test_bfloat16_is_for_cuda_unless_asked_for(tmp_path: Path) -> None:
 def test_bfloat16_trains_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = train_only(monkeypatch, tiny(tmp_path / "run", "trainer.dtype=bfloat16", "trainer.max_steps=2"))
     assert (run_dir / "last.safetensors").is_file()
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="no glibc")
+def test_freed_memory_serves_the_next_step(tmp_path: Path) -> None:
+    set_up(tiny(tmp_path).trainer)
+
+    def faults_of_a_step() -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        [torch.zeros(5 << 20) for _ in range(8)]  # 8 buffers of 5,120 pages, freed together
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    for _ in range(5):
+        faults_of_a_step()
+    assert faults_of_a_step() < 5120  # handed back to the system, all 8 would be faulted in again
 
 
 def test_free_memory_respects_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
