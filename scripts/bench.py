@@ -23,7 +23,7 @@ from models.losses import segment_loss
 from trainer.config import AttentionResidualConfig, ModelConfig
 from trainer.runtime import keep_freed_memory
 
-DEFAULTS = {"width": 96, "batch": 64, "mixer": "mlp", "digits": 6, "H": 3, "L": 6, "puzzle_tokens": 0, "multiple": 256}
+DEFAULTS = {"width": 96, "batch": 64, "mixer": "mlp", "digits": 6, "H": 2, "L": 4, "puzzle_tokens": 0, "multiple": 128}
 
 
 def build(shape: dict) -> LoopedReasoner:

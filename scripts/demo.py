@@ -34,12 +34,14 @@ def main(folder: Path) -> None:
         results, evaluation = evaluate_checkpoint(checkpoint, split, meta, settings, runtime)
         everything.append((name, results, evaluation))
 
+    first = everything[0][1]
     print(
-        f"\nexact accuracy by depth, n={len(split)} ({meta.name}), EMA weights, H=3 L=6; training went to 12 segments\n"
+        f"\nexact accuracy by depth, n={len(split)} ({meta.name}), EMA weights, H={first['H_cycles']} "
+        f"L={first['L_cycles']}; training went to {first['trained']['segments']} segments\n"
     )
     print("segments  executed layers  " + "".join(f"{name:>20}" for name, _, _ in everything))
     for rows in zip(*(results["depths"] for _, results, _ in everything), strict=True):
-        segments = rows[0]["outer_updates"] // everything[0][1]["H_cycles"]
+        segments = rows[0]["outer_updates"] // first["H_cycles"]
         if segments in (1, 2, 3, 4, 6, 8, 12):
             scores = "".join(f"{r['exact_accuracy']:>11.4f} ({r['exact']}/{r['n']})" for r in rows)
             print(f"{segments:>8}  {rows[0]['executed_layers']:>15,}  {scores}")
