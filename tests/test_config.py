@@ -211,6 +211,7 @@ def test_settings_of_a_chosen_connection_and_an_experiments_seed_can_be_set():
         ({"trainer.micro_batch": 1000}, ["trainer.micro_batch=1000", "schedule.global_batch=768"]),
         ({"eval.segments": 3, "eval.layers": 9}, ["eval.segments", "eval.layers"]),
         ({"eval.split": "validation"}, ["eval.split=validation"]),
+        ({"eval.halting": "on", "model.halting": "fixed"}, ["eval.halting=on", "model.halting=fixed"]),
         ({"data.source": "csv"}, ["data.source=csv", "path"]),
         ({"data.source": "hub", "data.hub_id": None}, ["data.source=hub", "hub_id"]),
     ],

@@ -243,6 +243,12 @@ def test_one_wrong_cell_in_every_puzzle(
         assert (results["data"], results["split"]) == ("toy.csv", "own puzzles")
 
 
+def test_halting_is_refused_where_a_model_never_halts(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"eval\.halting=on: .* has model\.halting=fixed"):
+        evaluate_program(evaluating(finished_run("model.halting=fixed"), "eval.halting=on", out=tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
 def test_results_by_empty_cells() -> None:
     """Puzzles with 1, 5 and 12 blanks, each bucket with its own count."""
     grids = puzzles(BOX4, 9)

@@ -318,6 +318,8 @@ class TrainConfig(Settings):
             )
         if self.eval.split == "validation":
             raise ValueError("eval.split=validation is for evaluate.py; training validates by itself and ends on test")
+        if self.eval.halting == "on" and self.model.halting == "fixed":
+            raise ValueError("eval.halting=on with model.halting=fixed: that model never halts; use eval.halting=off")
         return self
 
     @property

@@ -270,6 +270,10 @@ def evaluate_program(config: EvaluateConfig) -> dict[str, Any]:
     """What evaluate.py does: load, check that data and checkpoint belong together, evaluate, write, print."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     checkpoint = load_checkpoint(find_checkpoint(config.checkpoint, config.which))
+    if config.eval.halting == "on" and checkpoint.config.model.halting == "fixed":
+        raise UserError(
+            f"eval.halting=on: {checkpoint.path} has model.halting=fixed and never halts; use eval.halting=off"
+        )
     runtime = set_up(config.trainer)
     trained_on = DataMeta(**checkpoint.data_meta)
     if config.puzzles is not None:
