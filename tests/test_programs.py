@@ -194,12 +194,31 @@ def test_every_override_of_the_readme_composes() -> None:
             compose_launch("config", [setting, *companions], TrainConfig)
 
 
+def from_scripts(shell: Shell) -> Shell:
+    """As where the project is installed: files in scripts/ import its packages."""
+    path = f"{shell.environment['PYTHONPATH']}:{shell.folder}"
+    return Shell(shell.folder, shell.environment | {"PYTHONPATH": path})
+
+
+@slow
+def test_bench_reports_a_ratio_of_one_run(shell: Shell) -> None:
+    here, small = from_scripts(shell), "trainer.compile=false model.hidden_size=32 schedule.global_batch=4"
+    done = here(f"python scripts/bench.py {small}")
+    assert done.code == 0, done.err
+    told = json.loads(done.out.splitlines()[-1])
+    assert told["share_of_matmul_rate_eager"] == told["matmuls_alone_s"] / told["step_eager_s"]
+    refused = here("python scripts/bench.py model.hiden_size=32")
+    assert (
+        refused.code == 2
+        and refused.err == "error: model.hiden_size: no such setting; did you mean model.hidden_size?\n"
+    )
+
+
 @slow
 def test_demo_compares_the_bundled_checkpoints(shell: Shell) -> None:
     for name in ("infiloop", "trm"):
         bundled(name)
-    here = Shell(shell.folder, shell.environment | {"PYTHONPATH": f"{shell.environment['PYTHONPATH']}:{shell.folder}"})
-    done = here("python scripts/demo.py outputs/demo")
+    done = from_scripts(shell)("python scripts/demo.py outputs/demo")
     assert done.code == 0, done.err
     assert "segments  executed layers" in done.out and "infiloop: " in done.out and "trm: " in done.out
     assert (shell.folder / "outputs/demo/depth_curves.png").is_file()
