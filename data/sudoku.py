@@ -62,14 +62,15 @@ def digits_from_tokens(tokens: np.ndarray) -> np.ndarray:
 def parse_puzzle(text: str, box: Box) -> np.ndarray:
     """A puzzle in any usual notation to digits uint8[S], 0 for a blank.
 
-    White space, `|` and `+` are ignored. `-` is ignored when the cells are complete without it, and a blank otherwise.
+    White space, `|`, `+` and box drawing are ignored. `-` is ignored when the cells are complete without it, and a blank
+    otherwise.
     Raises UserError on a wrong number of cells, an unknown character or a digit beyond the box.
     """
     digit_of = {symbol: d for d, symbol in enumerate(SYMBOLS, start=1)} | dict.fromkeys(BLANKS, 0)
     cells: list[int] = []  # -1 for a dash, whose meaning shows only at the end
     for position, raw in enumerate(text, start=1):
         char = raw.upper()
-        if char.isspace() or char in "|+":
+        if char.isspace() or char in "|+" or "\u2500" <= char <= "\u257f":
             continue
         if char == "-":
             cells.append(-1)
@@ -77,7 +78,7 @@ def parse_puzzle(text: str, box: Box) -> np.ndarray:
         if char not in digit_of:
             raise UserError(
                 f"puzzle: unexpected character {raw!r} at {_place(text, position)}; use {box.symbols[0]}-"
-                f"{box.symbols[-1]} and one of {' '.join(BLANKS)} for a blank"
+                f"{box.symbols[-1]} and one of {' '.join(BLANKS)} - for a blank"
             )
         if digit_of[char] > box.digits:
             raise UserError(

@@ -33,7 +33,9 @@ def load_csv_puzzles(path: Path, box: Box, with_answers: bool = True) -> Split:
 def read_csv(path: Path, box: Box, with_answers: bool = True) -> Puzzles:
     """All puzzles of a CSV file. Without answers, solutions are all 0. Raises UserError as `load_csv_puzzles`."""
     if not path.is_file():
-        raise UserError(f"{path}: no such file; give a CSV with columns question and answer")
+        raise UserError(
+            f"{path}: {'a folder' if path.is_dir() else 'no such file'}; give a CSV with columns question and answer"
+        )
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             return table_puzzles(_csv_rows(file, path, with_answers), box, with_answers, str(path))

@@ -9,11 +9,13 @@ alone, with the shapes and the thread count of the step, in the same process. Be
 must give the same loss and gradients (1e-3 of the norm): a speed is only reported for a right result.
 """
 
+import argparse
 import json
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -141,4 +143,6 @@ def bench(overrides: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    run_program(lambda: bench(sys.argv[1:]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="*")
+    run_program(partial(bench, parser.parse_args().overrides))

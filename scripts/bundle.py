@@ -5,15 +5,18 @@
 Copies the averaged weights of each run's best checkpoint, and 100 test puzzles (a random subset, seed 0) as CSV.
 """
 
+import argparse
 import csv
-import sys
+from functools import partial
 from pathlib import Path
 
 from data.arrays import DataMeta
 from data.build import load_puzzle_data
 from data.sudoku import digits_from_tokens
 from trainer.checkpoint import export_ema, find_checkpoint, load_checkpoint
+from trainer.cli import run_program
 from trainer.config import PROJECT
+from trainer.errors import UserError
 from trainer.evaluator import subset
 
 BUNDLED = PROJECT / "models" / "pretrained"
@@ -21,13 +24,15 @@ DEMO_PUZZLES = 100
 
 
 def main(runs: list[Path]) -> None:
-    BUNDLED.mkdir(exist_ok=True)
     checkpoints = [load_checkpoint(find_checkpoint(run)) for run in runs]
-    for checkpoint in checkpoints:
-        export_ema(checkpoint.path, BUNDLED / f"{checkpoint.config.model.name}_sudoku6.safetensors")
     config, meta = checkpoints[0].config, DataMeta(**checkpoints[0].data_meta)
     data = load_puzzle_data(config.data)
-    assert data.meta.fingerprint == meta.fingerprint
+    for checkpoint in checkpoints:
+        if checkpoint.data_meta["fingerprint"] != data.meta.fingerprint:
+            raise UserError(f"{checkpoint.path}: trained on other data than {data.meta.name} here; train it again")
+    BUNDLED.mkdir(exist_ok=True)
+    for checkpoint in checkpoints:
+        export_ema(checkpoint.path, BUNDLED / f"{checkpoint.config.model.name}_sudoku6.safetensors")
     chosen = subset(data.test, DEMO_PUZZLES, 0)
     with (BUNDLED / "sudoku6_demo.csv").open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
@@ -38,6 +43,6 @@ def main(runs: list[Path]) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2:
-        sys.exit("bundle: give the run directories, for example: python scripts/bundle.py outputs/<run> outputs/<run>")
-    main([Path(argument) for argument in sys.argv[1:]])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path)
+    run_program(partial(main, parser.parse_args().runs))

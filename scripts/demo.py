@@ -5,13 +5,15 @@
 The puzzles are 100 of the CPU experiment's test puzzles; naked and hidden singles alone solve none of them.
 """
 
+import argparse
 import logging
-import sys
+from functools import partial
 from pathlib import Path
 
 from data.arrays import DataMeta
 from data.sudoku import digits_from_tokens, format_grid
 from trainer.checkpoint import load_checkpoint
+from trainer.cli import run_program
 from trainer.config import PROJECT, EvalConfig, TrainerConfig
 from trainer.curves import draw_depth_curve
 from trainer.report import evaluate_checkpoint, own_puzzles
@@ -63,4 +65,6 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else PROJECT / "outputs" / "demo")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", type=Path, default=PROJECT / "outputs" / "demo")
+    run_program(partial(main, parser.parse_args().folder))

@@ -17,11 +17,11 @@ from data.arrays import PuzzleData
 from data.build import load_puzzle_data
 from models.core import LoopedReasoner
 from tests.runs import evaluating, finished_run, rows_of, tiny, train_only
-from trainer import checkpoint as checkpoint_module
 from trainer import loop
-from trainer.checkpoint import export_ema, find_checkpoint, load_checkpoint, save_checkpoint, write_atomically
+from trainer.checkpoint import export_ema, find_checkpoint, load_checkpoint, save_checkpoint
 from trainer.errors import UserError
 from trainer.evaluator import Evaluation, evaluate
+from trainer.files import write_atomically
 from trainer.report import evaluate_program
 
 
@@ -113,7 +113,7 @@ def test_export_keeps_the_averaged_weights_alone(tmp_path: Path) -> None:
     exported = load_checkpoint(target)
     assert torch.equal(logits(exported.build_model("ema")), logits(load_checkpoint(source).build_model("ema")))
     assert target.stat().st_size < 0.6 * source.stat().st_size
-    with pytest.raises(UserError, match=r"small\.safetensors: holds no raw weights; use eval\.weights=ema"):
+    with pytest.raises(UserError, match=r"small\.safetensors: holds no raw weights; ask for ema ones"):
         exported.build_model("raw")
 
 
@@ -148,6 +148,22 @@ def other_data(_: dict[str, Tensor], metadata: dict[str, str]) -> None:
     metadata["longloop"] = json.dumps(header)
 
 
+def flipped(tensors: dict[str, Tensor], _: dict[str, str]) -> None:
+    tensors["ema.lm_head.weight"][0, 0] *= -1
+
+
+def not_finite(tensors: dict[str, Tensor], _: dict[str, str]) -> None:
+    tensors["ema.lm_head.weight"][0, 0] = torch.nan
+
+
+def whole_numbers(tensors: dict[str, Tensor], _: dict[str, str]) -> None:
+    tensors["ema.lm_head.weight"] = tensors["ema.lm_head.weight"].int()
+
+
+def another_format(_: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    metadata["longloop"] = metadata["longloop"].replace('"format": 1', '"format": 2')
+
+
 def no_object(_: dict[str, Tensor], metadata: dict[str, str]) -> None:
     metadata["longloop"] = "[1, 2]"
 
@@ -158,6 +174,10 @@ def no_object(_: dict[str, Tensor], metadata: dict[str, str]) -> None:
         (renamed, "lacks lm_head.weight"),
         (added, "has an unknown tensor extra"),
         (reshaped, r"lm_head.weight has shape \[5, 32\], its settings ask for \[6, 32\]"),
+        (flipped, "damaged, its weights are not those that were written"),
+        (not_finite, "lm_head.weight holds numbers that are not finite"),
+        (whole_numbers, r"lm_head.weight is torch\.int32, finite torch\.float32 expected"),
+        (another_format, "header not understood .format 2, 1 expected"),
         (without_header, "has no longloop header"),
         (other_settings, "header not understood"),
         (other_data, "header not understood"),
@@ -188,7 +208,7 @@ def test_other_kinds_of_files_are_named(tmp_path: Path) -> None:
     torch.save({"a": torch.zeros(3)}, tmp_path / "model.pt")
     with pytest.raises(UserError, match=r"model\.pt: not a readable safetensors file"):
         load_checkpoint(tmp_path / "model.pt")
-    with pytest.raises(UserError, match=f"checkpoint={tmp_path}: no best.safetensors in it"):
+    with pytest.raises(UserError, match=f"checkpoint={tmp_path}: no best.safetensors or last.safetensors in it"):
         find_checkpoint(tmp_path)
     with pytest.raises(UserError, match=f"checkpoint={tmp_path}/nowhere: no such file or directory"):
         find_checkpoint(tmp_path / "nowhere")
@@ -202,7 +222,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint_module.os, "fsync", full)
+    monkeypatch.setattr("os.fsync", full)
     with pytest.raises(UserError, match=rf"^{target}: cannot be written \(No space left on device\)"):
         write_atomically(target, b"new content")
     assert target.read_bytes() == b"old" and list(tmp_path.iterdir()) == [target]

@@ -220,11 +220,13 @@ def test_a_sweep_composes_each_job_as_the_sweeper_will():
 
 
 def test_a_run_has_one_directory_with_its_log_and_can_be_started_again_from_its_settings(folder: Path):
-    done = wait(start("experiment=tiny", "model/connection=constant_step", "seed=3", "data.path=a, b"))
+    done = wait(
+        start("experiment=tiny", "model/connection=constant_step", "seed=3", "data.source=csv", "data.path=a, b")
+    )
     assert done.code == 0 and done.err == ""
     assert done.out.splitlines() == [
         "seed 3",
-        "['experiment=tiny', 'model/connection=constant_step', 'seed=3', 'data.path=a, b']",
+        "['experiment=tiny', 'model/connection=constant_step', 'seed=3', 'data.source=csv', 'data.path=a, b']",
     ]
     (run,) = (folder / "outputs").iterdir()
     assert run.name.endswith("_infiloop_sudoku4_s3") and entries(run) == ["config.yaml", "train.log"]

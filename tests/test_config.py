@@ -213,6 +213,8 @@ def test_settings_of_a_chosen_connection_and_an_experiments_seed_can_be_set():
         ({"eval.split": "validation"}, ["eval.split=validation"]),
         ({"eval.halting": "on", "model.halting": "fixed"}, ["eval.halting=on", "model.halting=fixed"]),
         ({"data.source": "csv"}, ["data.source=csv", "path"]),
+        ({"data.source": "generated", "data.path": "real"}, ["data.path=", "source=generated", "source=csv"]),
+        ({"model.expansion": 1e-4}, ["model.expansion=0.0001", "inner width of 0"]),
         ({"data.source": "hub", "data.hub_id": None}, ["data.source=hub", "hub_id"]),
     ],
 )

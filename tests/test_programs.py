@@ -277,12 +277,25 @@ def test_evaluate_and_solve_from_the_shell(shell: Shell, run: str) -> None:
 
 
 @slow
+def test_a_reader_that_leaves_costs_no_results(shell: Shell, run: str) -> None:
+    """`| head -1` closes the pipe while the program writes to it, with its messages and its progress."""
+    evaluating = f"python evaluate.py checkpoint={run} out=outputs/left {' '.join(ALONE)} 2>&1; echo $? > code"
+    shell(f"({evaluating}) | head -1")
+    assert (shell.folder / "code").read_text() == "0\n"
+    assert (shell.folder / "outputs/left/depth_curve.png").is_file()
+    (shell.folder / "many.txt").write_text(("".join(map(str, BLANK4)) + "\n") * 400)
+    done = shell(f"(python solve.py checkpoint={run} file=many.txt; echo $? > code) | head -1")
+    assert (shell.folder / "code").read_text() == "1\n" and "Traceback" not in done.err, done.err
+
+
+@slow
 @pytest.mark.parametrize(
     ("command", "message"),
     [
         ("train.py experiment=tiny schedule.lr=1e9 run_dir=outputs/lr", r"step [1-5]: .*not finite"),
         ("train.py experiment=tiny run_dir={run}", "holds a run already"),
         ("train.py experiment=tiny data.path=nowhere data.source=csv run_dir=outputs/no", "no file train.csv there"),
+        ("train.py experiment=tiny eval.n=13 run_dir=outputs/n", "eval.n=13: the test split holds 12 puzzles"),
         ("train.py experiment=tiny trainer.device=cuda run_dir=outputs/cuda", "this machine has none"),
         ("evaluate.py checkpoint=outputs/nowhere", "no such file or directory"),
         ("evaluate.py checkpoint={run} eval.n=13", "the test split holds 12 puzzles"),

@@ -282,7 +282,7 @@ def test_n_auto_keeps_to_its_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
     split, model, depth = puzzles(BOX4, 100), steady(), Depth(2, 2, 8)
 
     def chosen(minutes: float, **settings: Any) -> tuple[int, str | None]:
-        some, label = choose_subset(split, EvalConfig(**settings), model, depth, "test", minutes)
+        some, label = choose_subset(split, EvalConfig(**settings), model, depth, "the test split", minutes)
         return len(some), label
 
     monkeypatch.setattr(report, "_seconds_per_update", lambda model, depth, batch: 0.5 * batch)

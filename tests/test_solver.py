@@ -105,7 +105,7 @@ def test_a_file_of_puzzles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     wrong = FIVE.labels.copy()
     wrong[1] = wrong[0]
     script(monkeypatch, always(wrong))
-    monkeypatch.setattr("sys.stdin", io.StringIO(file.read_text()))
+    monkeypatch.setattr("sys.stdin", io.StringIO("\ufeff" + file.read_text()))
     assert solve_program(solving(finished_run(), file="-")) == 1
     assert capsys.readouterr().out.endswith("3 of 4 answers are valid\n")
 
@@ -151,7 +151,7 @@ def test_mistakes_in_a_puzzle_are_named(puzzle: str, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_mistakes_in_a_file_name_the_line(tmp_path: Path) -> None:
+def test_mistakes_in_a_file_name_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "puzzles.txt"
     for text, message in (
         (f"{line(ASKED[0])}\n\n# short\n{line(ASKED[1])[:-1]}\n", "line 4: puzzle: 15 cells found"),
@@ -167,6 +167,9 @@ def test_mistakes_in_a_file_name_the_line(tmp_path: Path) -> None:
     file.write_bytes(b"\xff\xfe1...")
     with pytest.raises(UserError, match="cannot be read"):
         solve_program(solving(finished_run(), file=str(file)))
+    monkeypatch.setattr("sys.stdin", None)
+    with pytest.raises(UserError, match="file=-: standard input is closed"):
+        solve_program(solving(finished_run(), file="-"))
     with pytest.raises(UserError, match="nothing to solve: give puzzle=<cells>, file=<path> or file=-"):
         solve_program(solving(finished_run()))
 
@@ -194,8 +197,11 @@ def rows(text: str) -> list[str]:
         "+-------+-------+-------+\n"
         + "\n".join(f"| {' '.join(row[:3])} | {' '.join(row[3:6])} | {' '.join(row[6:])} |" for row in rows(CLASSIC))
         + "\n+-------+-------+-------+",
+        "┌───────┬───────┬───────┐\n"
+        + "\n".join(f"│ {' '.join(row[:3])} │ {' '.join(row[3:6])} │ {' '.join(row[6:])} │" for row in rows(CLASSIC))
+        + "\n└───────┴───────┴───────┘",
     ],
-    ids=["dots", "zeros", "underscores", "dashes", "rows", "spaced", "spaced dashes", "ours", "framed"],
+    ids=["dots", "zeros", "underscores", "dashes", "rows", "spaced", "spaced dashes", "ours", "framed", "drawn"],
 )
 def test_usual_notations_are_one_puzzle(text: str) -> None:
     """By itself, and twice in a file with a blank line between."""
@@ -209,6 +215,7 @@ def test_usual_notations_are_one_puzzle(text: str) -> None:
 def test_grids_may_follow_without_a_blank_line() -> None:
     both = "\n".join(rows(CLASSIC) + rows(CLASSIC.replace(".", "0")) + [CLASSIC])
     assert [begin for begin, _ in split_puzzles(both, BOX9)] == [1, 10, 19]
+    assert [begin for begin, _ in split_puzzles(both.replace(".", "-"), BOX9)] == [1, 10, 19]
 
 
 def test_verdict() -> None:

@@ -275,7 +275,7 @@ def test_auto_prefers_prepared_real_data(tmp_path: Path, folder: Path) -> None:
 
 def test_generated_is_generated_even_with_files_and_prepared_data(tmp_path: Path, folder: Path) -> None:
     load(settings(tmp_path, source="csv", path=folder))
-    data, said = load(settings(tmp_path, source="generated", path=folder))
+    data, said = load(settings(tmp_path, source="generated"))
     assert data.meta.name == "generated-sudoku6-any" and not any(line.startswith("!!") for line in said)
 
 

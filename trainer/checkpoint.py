@@ -1,16 +1,16 @@
 """A checkpoint is one safetensors file: averaged and raw weights, with its settings and data identity in the header.
 
 Tensors are named `ema.<name>` and `raw.<name>`; buffers (initial states, puzzle table) are stored once, as `buffer.<name>`.
-The header holds one JSON object under "longloop". Files are written under a temporary name, synced and renamed, so a
-reader sees the old file or the new one.
+The header holds one JSON object under "longloop".
 """
 
+import hashlib
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
@@ -20,6 +20,7 @@ from data.arrays import DataMeta
 from models.core import LoopedReasoner
 from trainer.config import TrainConfig
 from trainer.errors import UserError
+from trainer.files import write_atomically
 
 FORMAT = 1
 
@@ -34,12 +35,14 @@ class Checkpoint:
     data_meta: dict[str, Any]
     validation: dict[str, Any] | None
     tensors: dict[str, Tensor]
+    sha256: str
+    """Digest of the tensors when they were written."""
 
     def build_model(self, weights: Literal["ema", "raw"]) -> LoopedReasoner:
         """The model with the chosen weights, in float32 on the CPU."""
         if not any(name.startswith(f"{weights}.") for name in self.tensors):
             raise UserError(
-                f"{self.path}: holds no {weights} weights; use eval.weights={'ema' if weights == 'raw' else 'raw'}"
+                f"{self.path}: holds no {weights} weights; ask for {'ema' if weights == 'raw' else 'raw'} ones"
             )
         meta = self.data_meta
         model = LoopedReasoner(self.config.model, meta["vocab_size"], meta["seq_len"], meta["num_puzzle_ids"])
@@ -57,24 +60,19 @@ class Checkpoint:
                 raise UserError(
                     f"{self.path}: {name} has shape {list(tensor.shape)}, its settings ask for {list(expected[name].shape)}"
                 )
+            if tensor.dtype != expected[name].dtype or not torch.isfinite(tensor).all():
+                what = (
+                    f"is {tensor.dtype}"
+                    if tensor.dtype != expected[name].dtype
+                    else "holds numbers that are not finite"
+                )
+                raise UserError(f"{self.path}: {name} {what}, finite {expected[name].dtype} expected; train it again")
+        if digest(self.tensors) != self.sha256:
+            raise UserError(
+                f"{self.path}: damaged, its weights are not those that were written; copy or train it again"
+            )
         model.load_state_dict(chosen)
         return model
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write, sync, rename; on a full disk or a read-only folder, one clear line and no half-written file."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise UserError(
-            f"{path}: cannot be written ({error.strerror}); free space or choose another run_dir"
-        ) from error
 
 
 def save_checkpoint(
@@ -100,8 +98,21 @@ def save_checkpoint(
         "data": data_meta,
         "validation": validation,
     }
-    content = save({k: t.contiguous().cpu() for k, t in tensors.items()}, metadata={"longloop": json.dumps(header)})
-    write_atomically(path, content)
+    write_atomically(path, packed({k: t.contiguous().cpu() for k, t in tensors.items()}, header))
+
+
+def packed(tensors: dict[str, Tensor], header: dict[str, Any]) -> bytes:
+    """A checkpoint file's content; the header gets the tensors' digest, by which a damaged copy is told."""
+    return save(tensors, metadata={"longloop": json.dumps({**header, "sha256": digest(tensors)})})
+
+
+def digest(tensors: dict[str, Tensor]) -> str:
+    """sha256 over names and bytes of all tensors."""
+    total = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        total.update(name.encode())
+        total.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
 
 
 def export_ema(source: Path, target: Path) -> None:
@@ -109,8 +120,8 @@ def export_ema(source: Path, target: Path) -> None:
     loaded = load_checkpoint(source)
     kept = {name: t for name, t in loaded.tensors.items() if not name.startswith("raw.")}
     with safe_open(source, "pt") as file:
-        metadata = file.metadata()
-    write_atomically(target, save(kept, metadata=metadata))
+        header = json.loads(file.metadata()["longloop"])
+    write_atomically(target, packed(kept, header))
 
 
 def find_checkpoint(place: Path, which: str = "best") -> Path:
@@ -121,7 +132,8 @@ def find_checkpoint(place: Path, which: str = "best") -> Path:
             if (place / f"{name}.safetensors").is_file():
                 return place / f"{name}.safetensors"
         raise UserError(
-            f"checkpoint={place}: no {which}.safetensors in it; give a run directory or a .safetensors file"
+            f"checkpoint={place}: no {' or '.join(f'{name}.safetensors' for name in order)} in it; give a run directory or "
+            "a .safetensors file"
         )
     if not place.is_file():
         raise UserError(f"checkpoint={place}: no such file or directory; give a run directory or a .safetensors file")
@@ -140,9 +152,14 @@ def load_checkpoint(path: Path) -> Checkpoint:
         raise UserError(f"{path}: has no longloop header; checkpoints of other projects must be imported first")
     try:
         fields = json.loads(header)
+        if fields["format"] != FORMAT:
+            raise ValueError(f"format {fields['format']}, {FORMAT} expected")
         config = TrainConfig.model_validate(fields["config"])
-        DataMeta(**fields["data"])
-        return Checkpoint(path, config, fields["step"], fields["data"], fields["validation"], tensors)
+        meta = DataMeta(**fields["data"])
+        for name in ("vocab_size", "seq_len", "num_puzzle_ids", "box_rows", "box_cols"):
+            if type(getattr(meta, name)) is not int:
+                raise ValueError(f"data.{name} is no integer")
+        return Checkpoint(path, config, fields["step"], fields["data"], fields["validation"], tensors, fields["sha256"])
     except (ValueError, KeyError, TypeError, ValidationError) as error:
         raise UserError(
             f"{path}: header not understood ({str(error).splitlines()[0]}); written by another version?"

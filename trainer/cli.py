@@ -22,7 +22,7 @@ import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from string import Template
-from typing import NoReturn
+from typing import Any, NoReturn, TextIO
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -52,10 +52,38 @@ crash_log = logging.getLogger(
 )  # the run's train.log alone (conf/config.yaml); stderr is told at the end
 
 
+class _Unread:
+    """A stream that goes on, unread, when its reader has left (`... | head`): a run loses no results over it."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def _try(self, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+
+    def write(self, text: str) -> int:
+        self._try(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 def run_program(main: Callable[[], int | None]) -> NoReturn:
     """Runs a program and exits: its own code, 2 for a UserError, 130 for ctrl-C, 1 with a traceback for the rest."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and not isinstance(stream, _Unread):
+            setattr(sys, name, _Unread(stream))
     try:
         code = main() or 0
+        sys.stdout.flush()
     except (UserError, ValidationError) as error:
         _complain(_as_user_error(error))
         code = 2

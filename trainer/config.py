@@ -110,9 +110,9 @@ class ModelConfig(Settings):
     num_heads: int = Field(gt=0)
     layers: int = Field(gt=0)
     """Layers in the shared block."""
-    expansion: float = Field(gt=0)
+    expansion: float = Field(gt=0, le=1024)
     """SwiGLU inner width = round(expansion * width * 2/3), rounded up to a multiple of ffn_multiple."""
-    ffn_multiple: int = Field(gt=0)
+    ffn_multiple: int = Field(gt=0, le=65536)
     puzzle_tokens: int = Field(ge=0)
     """Positions in front of the cells; the halting head reads position 0."""
     puzzle_emb_dim: int = Field(ge=0)
@@ -123,7 +123,7 @@ class ModelConfig(Settings):
     @model_validator(mode="after")
     def _shapes_fit(self) -> "ModelConfig":
         if self.hidden_size % self.num_heads:
-            raise ValueError(f"num_heads={self.num_heads} does not divide hidden_size={self.hidden_size}")
+            raise ValueError(f"num_heads={self.num_heads} does not divide hidden_size={self.hidden_size}; change one")
         if self.mixer == "attention" and self.positions == "rope" and (self.hidden_size // self.num_heads) % 2:
             raise ValueError(
                 f"positions=rope needs an even head size, but hidden_size/num_heads = "
@@ -131,10 +131,14 @@ class ModelConfig(Settings):
             )
         if self.mixer == "mlp" and self.positions == "rope":
             raise ValueError("positions=rope has no effect with mixer=mlp; use positions=none or positions=learned")
+        if round(self.expansion * self.hidden_size * 2 / 3) < 1:
+            raise ValueError(
+                f"expansion={self.expansion}: an inner width of 0 at hidden_size={self.hidden_size}; raise it"
+            )
         if self.puzzle_emb_dim > self.puzzle_tokens * self.hidden_size:
             raise ValueError(
                 f"puzzle_emb_dim={self.puzzle_emb_dim} does not fit puzzle_tokens={self.puzzle_tokens} x "
-                f"hidden_size={self.hidden_size}"
+                f"hidden_size={self.hidden_size}; lower it or raise puzzle_tokens"
             )
         return self
 
@@ -180,6 +184,10 @@ class DataConfig(Settings):
     def _source_has_what_it_needs(self) -> "DataConfig":
         if self.source == "csv" and self.path is None:
             raise ValueError("source=csv needs path: a folder with train.csv and test.csv")
+        if self.path is not None and self.source in ("generated", "hub"):
+            raise ValueError(
+                f"path={self.path} has no effect with source={self.source}; use source=csv, or leave path out"
+            )
         if self.source == "hub" and self.hub_id is None:
             raise ValueError("source=hub needs hub_id")
         if self.box_rows * self.box_cols > 25:
@@ -231,7 +239,9 @@ class ScheduleConfig(Settings):
     @model_validator(mode="after")
     def _consistent(self) -> "ScheduleConfig":
         if self.grad_outer_cycles > self.H_cycles:
-            raise ValueError(f"grad_outer_cycles={self.grad_outer_cycles} exceeds H_cycles={self.H_cycles}")
+            raise ValueError(
+                f"grad_outer_cycles={self.grad_outer_cycles} exceeds H_cycles={self.H_cycles}; at most all of them"
+            )
         return self
 
 
@@ -341,6 +351,12 @@ class EvaluateConfig(Settings):
     """CSV with question and answer columns to evaluate instead of the checkpoint's own data."""
     out: FilePath | None = None
     """Folder for results; null: <checkpoint>/evaluations/<label>."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "EvaluateConfig":
+        if self.puzzles is not None and self.eval.split == "validation":
+            raise ValueError("eval.split=validation has no effect with puzzles, which are all evaluated; leave one out")
+        return self
 
 
 class SolveConfig(Settings):

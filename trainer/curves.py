@@ -1,5 +1,6 @@
 """Pictures of accuracy against depth, with published curves beside ours only where the setting is the same."""
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.ticker import LogLocator, NullFormatter
+
+from trainer.files import write_atomically
 
 PUBLISHED = Path(__file__).with_name("published.json")
 OWN_CONNECTION = {"trm": "carry_last", "infiloop": "attention_residual"}
@@ -36,7 +39,8 @@ def curve_label(results: dict[str, Any]) -> str:
     """Which model, puzzles, cycles and weights a line stands for."""
     r = results
     cycles = f"H={r['H_cycles']} L={r['L_cycles']}"
-    return f"{r['model']}: {r['data']} {r['split']}, n={r['n']}, {cycles}, {r['weights']}, seed {r['seed']}"
+    data = f"{r['data']} [{r['data_fingerprint'][:6]}] {r['split']}"
+    return f"{r['model']}: {data}, n={r['n']}, {cycles}, {r['weights']}, seed {r['seed']}"
 
 
 def draw_depth_curve(results: list[dict[str, Any]], path: Path) -> None:
@@ -66,5 +70,7 @@ def draw_depth_curve(results: list[dict[str, Any]], path: Path) -> None:
     axes.set_ylabel("exact accuracy, % of puzzles")
     axes.grid(alpha=0.3, which="both")
     axes.legend(fontsize=8, loc="lower right")
-    figure.savefig(path, dpi=130)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=130, format="png")
     plt.close(figure)
+    write_atomically(path, picture.getvalue())

@@ -27,7 +27,7 @@ from trainer.errors import UserError
 from trainer.evaluator import evaluate, resolve_depth
 from trainer.metrics import Tracker, progress_bar
 from trainer.optim import AveragedWeights, build_adamw, lr_factor, set_lr, sign_sgd
-from trainer.report import choose_subset, final_report
+from trainer.report import choose_subset, final_report, refuse_too_many
 from trainer.run_dir import record_run, refuse_used
 from trainer.runtime import Runtime, free_memory, seed_everything, set_up
 
@@ -221,6 +221,7 @@ def train(config: TrainConfig) -> dict[str, Any]:
     refuse_used(config.run_dir)
     runtime = set_up(config.trainer)
     data = load_puzzle_data(config.data, log.info)
+    refuse_too_many(config.eval, data.test, "the test split")
     seed_everything(config.seed)
     model = LoopedReasoner(config.model, data.meta.vocab_size, data.meta.seq_len, data.meta.num_puzzle_ids)
     model.to(runtime.device)
@@ -237,7 +238,9 @@ def train(config: TrainConfig) -> dict[str, Any]:
     best, begin = (-1, -1), time.perf_counter()
     # Every validation takes the same puzzles; all of them unless that would take longer than a validation may.
     automatic = config.eval.model_copy(update={"n": "auto"})
-    validation, _ = choose_subset(data.validation, automatic, model, depth, "validation", config.eval.max_minutes)
+    validation, _ = choose_subset(
+        data.validation, automatic, model, depth, "the validation split", config.eval.max_minutes
+    )
     meta, saved = asdict(data.meta), {"last": 0}
     # The first checkpoint shows that the disk takes them, and is what is left if step 1 already goes astray.
     save_checkpoint(run_dir / "last.safetensors", model, averaged.shadow, config, 0, meta)

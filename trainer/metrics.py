@@ -1,6 +1,5 @@
 """Metrics of a run: sums kept between log rows, one division when a row is written, files always, a tracker if asked for."""
 
-import csv
 import json
 import logging
 import netrc
@@ -17,6 +16,7 @@ from tqdm import tqdm
 from trainer.config import TrainConfig
 from trainer.errors import UserError
 from trainer.evaluator import Evaluation
+from trainer.files import write_csv
 
 log = logging.getLogger("longloop")
 
@@ -54,7 +54,8 @@ class Tracker:
 
     def __exit__(self, *_: object) -> None:
         self.file.close()
-        _write_csv(self.path)
+        rows = [json.loads(line) for line in self.path.read_text(encoding="utf-8").splitlines()]
+        write_csv(self.path.with_suffix(".csv"), rows)
         if self.wandb is not None:
             self.wandb.finish()
 
@@ -137,19 +138,6 @@ class Tracker:
             raise UserError(f"{self.path}: cannot be written ({error.strerror}); free space") from error
         if self.wandb is not None:
             self.wandb.log({k: v for k, v in row.items() if k != "step"}, step=row["step"])
-
-
-def _write_csv(jsonl: Path) -> None:
-    """The rows of metrics.jsonl as metrics.csv beside it, with a column for every name in any of them."""
-    rows = [json.loads(line) for line in jsonl.read_text(encoding="utf-8").splitlines()]
-    target = jsonl.with_suffix(".csv")
-    try:
-        with target.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, fieldnames=list(dict.fromkeys(name for row in rows for name in row)))
-            writer.writeheader()
-            writer.writerows(rows)
-    except OSError as error:
-        raise UserError(f"{target}: cannot be written ({error.strerror}); free space") from error
 
 
 def _has_wandb_key() -> bool:

@@ -3,7 +3,6 @@
 Every number carries what it was measured on: n, split, depth, cycles, weights, seed, data set name and fingerprint.
 """
 
-import csv
 import json
 import logging
 import sys
@@ -19,11 +18,12 @@ from data.arrays import DataMeta, PuzzleData, Split, split_fingerprint
 from data.build import load_csv_puzzles, load_puzzle_data
 from data.sudoku import BLANK_TOKEN
 from models.core import LoopedReasoner
-from trainer.checkpoint import Checkpoint, find_checkpoint, load_checkpoint, write_atomically
+from trainer.checkpoint import Checkpoint, find_checkpoint, load_checkpoint
 from trainer.config import EvalConfig, EvaluateConfig, TrainConfig
 from trainer.curves import draw_depth_curve
 from trainer.errors import UserError
 from trainer.evaluator import Depth, Evaluation, evaluate, resolve_depth, subset
+from trainer.files import write_atomically, write_csv
 from trainer.metrics import progress_bar
 from trainer.runtime import Runtime, set_up
 
@@ -75,6 +75,12 @@ def _minutes(model: LoopedReasoner, depth: Depth, total: int, batch_size: int, e
     return each * depth.outer_updates * total / 60
 
 
+def refuse_too_many(settings: EvalConfig, split: Split, where: str) -> None:
+    """Refuse an eval.n beyond what the split holds."""
+    if isinstance(settings.n, int) and settings.n > len(split.inputs):
+        raise UserError(f"eval.n={settings.n}: {where} holds {len(split.inputs)} puzzles; give at most that, or all")
+
+
 def choose_subset(
     split: Split, settings: EvalConfig, model: LoopedReasoner, depth: Depth, where: str, max_minutes: float
 ) -> tuple[Split, str | None]:
@@ -88,13 +94,12 @@ def choose_subset(
             return split, None
         n = max(1, min(total, 2 ** int(np.log2(max(1.0, total * max_minutes / minutes)))))
         log.info(
-            f"all {total:,} {where} puzzles would take about {minutes:,.0f} minutes here: a subset of {n} is evaluated "
+            f"all {total:,} puzzles of {where} would take about {minutes:,.0f} minutes here: a subset of {n} is evaluated "
             "(eval.n=all for all of them, eval.max_minutes to allow more)"
         )
     else:
+        refuse_too_many(settings, split, where)
         n = settings.n
-        if n > total:
-            raise UserError(f"eval.n={n}: the {where} split holds {total} puzzles; give at most that, or all")
     if n == total:
         return split, None
     return subset(
@@ -170,10 +175,7 @@ def write_results(folder: Path, results: dict[str, Any]) -> None:
     except OSError as error:
         raise UserError(f"{folder}: cannot be created ({error.strerror}); choose another place") from error
     write_atomically(folder / "results.json", (json.dumps(results, indent=1) + "\n").encode())
-    with (folder / "depth_curve.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(results["depths"][0]))
-        writer.writeheader()
-        writer.writerows(results["depths"])
+    write_csv(folder / "depth_curve.csv", results["depths"])
     draw_depth_curve([results], folder / "depth_curve.png")
 
 
@@ -197,13 +199,14 @@ def depth_table(results: dict[str, Any], most: int = 12) -> list[str]:
 def summary(results: dict[str, Any], folder: Path, prefix: str = "") -> list[str]:
     """The headline, labelled, with its counts and where the files lie."""
     r = results
+    segments = f"{r['outer_updates'] / r['H_cycles']:.3g} segments"
     return [
         f"{prefix}exact_accuracy = {r['exact_accuracy']:.4f} ({r['exact']}/{r['n']})   <- headline: every cell right",
         f"{prefix}cell_accuracy = {r['cell_accuracy']:.4f} ({r['cells_right']}/{r['cells']})   (givens excluded)",
         f"data {r['data']} [{r['data_fingerprint'][:12]}], split {r['split']}"
         + (f", {r['subset']}" if r["subset"] else ", all of it"),
-        f"H={r['H_cycles']} L={r['L_cycles']}, {r['segments']} segments = {r['outer_updates']} outer updates = "
-        f"{r['block_applications']:,} block applications = {r['executed_layers']:,} executed layers",
+        f"H={r['H_cycles']} L={r['L_cycles']}, {'at most ' * (r['halting'] == 'on')}{segments} = {r['outer_updates']} outer "
+        f"updates = {r['block_applications']:,} block applications = {r['executed_layers']:,} executed layers",
         f"weights {r['weights']} of step {r['checkpoint_step']} (seed {r['seed']}), halting {r['halting']}, mean segments "
         f"{r['mean_segments']:.2f}, max {r['max_segments']}",
         f"files: {folder / 'results.json'}, depth_curve.csv, depth_curve.png",
@@ -221,7 +224,8 @@ def evaluate_checkpoint(
     """Evaluate one checkpoint on one split as the settings say, with a progress bar; max_minutes stands for theirs."""
     model = ready_model(checkpoint, settings.weights, runtime)
     depth = resolve_depth(settings, checkpoint.config.schedule, checkpoint.config.model.layers)
-    chosen, label = choose_subset(split, settings, model, depth, settings.split, max_minutes or settings.max_minutes)
+    where = meta.name if meta.source.startswith("file:") else f"the {settings.split} split"
+    chosen, label = choose_subset(split, settings, model, depth, where, max_minutes or settings.max_minutes)
     with progress_bar(len(chosen.inputs) * depth.outer_updates, "evaluating") as bar:
         evaluation = evaluate(
             model,
@@ -288,6 +292,10 @@ def evaluate_program(config: EvaluateConfig) -> dict[str, Any]:
             )
     log.info(f"evaluating {checkpoint.path} (step {checkpoint.step}, {config.eval.weights} weights)")
     results, _ = evaluate_checkpoint(checkpoint, split, meta, config.eval, runtime)
+    if (asked := config.eval.layers) is not None and asked != results["executed_layers"]:
+        log.info(
+            f"eval.layers={asked}: run to the end of an outer update, {results['executed_layers']:,} executed layers"
+        )
     place = config.checkpoint if config.checkpoint.is_dir() else Path("outputs") / config.checkpoint.stem
     folder = config.out or place / "evaluations" / evaluation_label(results)
     write_results(folder, results)

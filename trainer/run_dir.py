@@ -18,6 +18,7 @@ from data.arrays import DataMeta
 from models.core import LoopedReasoner
 from trainer.config import TrainConfig
 from trainer.errors import UserError
+from trainer.files import write_atomically
 
 PROJECT = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch", "numpy", "numba", "hydra-core", "omegaconf", "pydantic", "safetensors")
@@ -69,9 +70,10 @@ def record_run(config: TrainConfig, model: LoopedReasoner, meta: DataMeta) -> Pa
     run_dir = config.run_dir
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
-        facts = {**environment(model), "data": asdict(meta)}
-        (run_dir / "environment.json").write_text(json.dumps(facts, indent=1) + "\n")
     except OSError as error:
         raise UserError(f"run_dir={run_dir}: cannot be written ({error.strerror}); choose another run_dir") from error
+    settings = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    write_atomically(run_dir / "config.yaml", settings.encode())
+    facts = {**environment(model), "data": asdict(meta)}
+    write_atomically(run_dir / "environment.json", (json.dumps(facts, indent=1) + "\n").encode())
     return run_dir

@@ -38,8 +38,14 @@ def split_puzzles(text: str, box: Box) -> list[tuple[int, str]]:
     rows: list[str] = []
     begin = 0
 
+    def cells_of(line: str) -> int:
+        bare = [char for char in line if not char.isspace() and char not in "|"]
+        if len(bare) == box.digits and all(char in _CELLS or char == "-" for char in bare):
+            return box.digits  # a row whose blanks are dashes, not a border
+        return sum(char in _CELLS for char in bare)
+
     def cells(lines: list[str]) -> int:
-        return sum(char in _CELLS for line in lines for char in line)
+        return sum(map(cells_of, lines))
 
     def close() -> None:
         if cells(rows):
@@ -72,7 +78,10 @@ def read_puzzles(config: SolveConfig, box: Box) -> np.ndarray:
         named = [("", config.puzzle)]
     elif config.file is not None:
         try:
+            if config.file == "-" and sys.stdin is None:
+                raise UserError("file=-: standard input is closed; pipe puzzles in, or give file=<path>")
             text = sys.stdin.read() if config.file == "-" else Path(config.file).read_text(encoding="utf-8")
+            text = text.removeprefix("\ufeff")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"file={config.file}: cannot be read ({error}); give a text file of puzzles") from error
         where = "standard input" if config.file == "-" else config.file
