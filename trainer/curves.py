@@ -45,7 +45,7 @@ def curve_label(results: dict[str, Any]) -> str:
 
 def draw_depth_curve(results: list[dict[str, Any]], path: Path) -> None:
     """One line per evaluation: exact accuracy against executed layers, on a logarithmic axis."""
-    figure, axes = plt.subplots(figsize=(7.2, 4.4), layout="constrained")
+    figure, axes = plt.subplots(figsize=(7.2, 4.8), layout="constrained")
     for colour, r in zip(plt.rcParams["axes.prop_cycle"].by_key()["color"], results, strict=False):
         layers = [d["executed_layers"] for d in r["depths"]]
         exact = [100 * d["exact_accuracy"] for d in r["depths"]]
@@ -69,7 +69,7 @@ def draw_depth_curve(results: list[dict[str, Any]], path: Path) -> None:
     axes.set_xlabel("executed layers (block applications x layers per block)")
     axes.set_ylabel("exact accuracy, % of puzzles")
     axes.grid(alpha=0.3, which="both")
-    axes.legend(fontsize=8, loc="lower right")
+    figure.legend(fontsize=8, loc="outside lower left")  # within, it would hide points
     picture = io.BytesIO()
     figure.savefig(picture, dpi=130, format="png")
     plt.close(figure)
