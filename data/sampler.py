@@ -22,6 +22,8 @@ class Batch:
     """int32 [count]."""
     base_ids: torch.Tensor
     """int64 [count]: row of the training split each was made from."""
+    noise_keys: torch.Tensor
+    """int64 [count]: seeds of the initial noise, for models that start from some."""
 
 
 class TrainSampler:
@@ -61,6 +63,7 @@ class TrainSampler:
             labels=torch.from_numpy(labels.astype(np.int64)),
             puzzle_ids=torch.from_numpy(self.split.puzzle_ids[base]),
             base_ids=torch.from_numpy(base),
+            noise_keys=torch.from_numpy((hash_numbers(self.seed, draws, 0, 3) >> np.uint64(1)).astype(np.int64)),
         )
 
     def _pass_order(self, p: int) -> np.ndarray:

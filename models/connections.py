@@ -22,10 +22,11 @@ from trainer.config import (
     CarryLastConfig,
     ConnectionConfig,
     ConstantStepConfig,
+    DampedFixedPointConfig,
     softplus_inverse,
 )
 
-M = TypeVar("M", bound="StateMemory | DecayMemory | HistoryMemory")
+M = TypeVar("M", bound="StateMemory | DecayMemory | HistoryMemory | FixedPointMemory")
 
 
 class StateMemory(NamedTuple):
@@ -53,6 +54,21 @@ class HistoryMemory(NamedTuple):
     """[B, K, T, D]"""
     s: Tensor
     """[B, K, T], score minus lambda times age; -inf hides a candidate."""
+
+
+class FixedPointMemory(NamedTuple):
+    """Memory of the damped fixed point, float32 (float64 stays)."""
+
+    h: Tensor
+    """[B, T, D]"""
+    step_size: Tensor
+    """[B]"""
+    residual: Tensor
+    """[B], largest relative change that the last candidate asked for at any position; inf before the first."""
+    best: Tensor
+    """[B], smallest residual so far."""
+    patience: Tensor
+    """[B], loop steps left before the step size shrinks."""
 
 
 def where_rows(rows: Tensor, fresh: Tensor, old: Tensor) -> Tensor:
@@ -195,10 +211,53 @@ class FullAttentionResidual(_Decay, Connection[HistoryMemory]):
         return HistoryMemory((weight[..., None] * z_all).sum(1), z_all, s_all)
 
 
+class DampedFixedPoint(Connection[FixedPointMemory]):
+    """h_t = s z_t + (1 - s) h_{t-1} with a step size s per puzzle that shrinks when the residual stops improving.
+
+    The residual of a step, max over positions of max_c |h - z| / max_c |z|, decides about the step after it. Follows the
+    released FPRM (parity README, section 3).
+    """
+
+    EPS = 1e-8
+
+    def __init__(self, config: DampedFixedPointConfig):
+        super().__init__()
+        self.config = config
+
+    def init(self, z_0: Tensor) -> FixedPointMemory:
+        h, each = wide(z_0), wide(z_0)[:, 0, 0]
+        inf = torch.full_like(each, math.inf)
+        step, patience = (torch.full_like(each, value) for value in (self.config.step, self.config.patience))
+        return FixedPointMemory(h, step, inf, inf.clone(), patience)
+
+    def step(self, memory: FixedPointMemory, z: Tensor) -> FixedPointMemory:
+        c, h, z = self.config, memory.h, wide(z)
+        with torch.no_grad():
+            change, size = (h - z).abs().amax(-1), z.abs().amax(-1)
+            residual = (change / (size + self.EPS)).amax(-1)
+            improved = residual < memory.best
+            best = torch.where(improved, residual, memory.best)
+            full = torch.full_like(residual, c.patience)
+            patience = torch.where(improved, full, memory.patience - 1)
+            shrink = (patience <= 0) & (residual >= c.threshold)
+            decay = c.decay_train if self.training else c.decay_eval
+            step_size = torch.where(shrink, memory.step_size * decay, memory.step_size)
+            patience = torch.where(shrink, full, patience)
+        s = memory.step_size.detach()[:, None, None]
+        return FixedPointMemory(s * z + (1 - s) * h, step_size, residual, best, patience)
+
+
+def settled(memory: FixedPointMemory, config: DampedFixedPointConfig) -> Tensor:
+    """bool [B]: puzzles at a fixed point, or with a step size too small to get there."""
+    return (memory.residual < config.threshold) | (memory.step_size < config.smallest_step)
+
+
 def build_connection(config: ConnectionConfig, width: int, eps: float) -> Connection:
     if isinstance(config, CarryLastConfig):
         return CarryLast()
     if isinstance(config, ConstantStepConfig):
         return ConstantStep(config)
+    if isinstance(config, DampedFixedPointConfig):
+        return DampedFixedPoint(config)
     streaming = config.kind == "attention_residual"
     return AttentionResidual(config, width, eps) if streaming else FullAttentionResidual(config, width, eps)

@@ -1,10 +1,15 @@
-"""The recursion: one shared block, applied along two axes, each with its own connection.
+"""The recursion: one shared block, applied along two axes (or one), each with its own connection.
 
-    segment(memory, x):
+    segment(memory, x):                     nested (TRM, InfiLoop; HRM, where z_H has a block of its own)
         for outer in 1..H:                  gradient only in the last `grad_outer_cycles` of them
             for inner in 1..L:
                 z_L = f(h_L, h_H + x);  inner connection takes z_L in
             z_H = f(h_H, h_L);          outer connection takes z_H in
+
+    segment(memory, x):                     flat (FPRM, plain looped transformer): no z_L
+        for outer in 1..H:
+            for inner in 1..L:
+                z_H = f(h_H, x);        outer connection takes z_H in
 
 Shapes: B puzzles, P puzzle tokens, S cells, T = P + S positions, D width, V vocabulary. Depth (H, L, segments) is an
 argument of the call, never a setting of the model.
@@ -18,10 +23,14 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from models.blocks import Block, Linear, truncated_normal
+from models.blocks import Linear, build_block, rms_norm, truncated_normal
 from models.connections import build_connection
 from models.halting import build_halting
 from trainer.config import AttentionResidualConfig, ModelConfig
+
+
+class NoMemory(NamedTuple):
+    """Memory of the inner axis of a flat recursion: there is none."""
 
 
 class Memory(NamedTuple):
@@ -69,17 +78,20 @@ class LoopedReasoner(nn.Module):
             if config.positions == "learned"
             else None
         )
-        self.block = Block(config, positions)
+        self.block = build_block(config, positions)
+        self.outer_block = build_block(config, positions) if config.levels == "untied" else None
         self.lm_head = Linear(width, vocab_size)
         self.halting = build_halting(config)
         eps = config.rms_norm_eps
-        self.inner = build_connection(config.axis_connection("inner"), width, eps)
+        self.flat = config.recursion == "flat"
+        self.inner = None if self.flat else build_connection(config.axis_connection("inner"), width, eps)
         self.outer = build_connection(config.axis_connection("outer"), width, eps)
         inner = config.axis_connection("inner")
         self.inner_span = inner.memory_span if isinstance(inner, AttentionResidualConfig) else "run"
         self.register_buffer("puzzle_table", torch.zeros(num_puzzle_ids, config.puzzle_emb_dim))
-        self.register_buffer("H_init", truncated_normal(width, std=1.0))
-        self.register_buffer("L_init", truncated_normal(width, std=1.0))
+        self.register_buffer("H_init", truncated_normal(width, std=config.initial_std))
+        if not self.flat:
+            self.register_buffer("L_init", truncated_normal(width, std=config.initial_std))
         self.inner_update = self._inner_update
         self.outer_update = self._outer_update
 
@@ -105,32 +117,51 @@ class LoopedReasoner(nn.Module):
             x = math.sqrt(0.5) * (x + self.position_embedding)
         return (math.sqrt(width) * x).to(self.compute_dtype)
 
-    @torch.no_grad()
-    def start(self, batch: int) -> Memory:
-        """Fresh memories of `batch` puzzles, at the frozen initial states."""
-        shape = (batch, self.config.puzzle_tokens + self.seq_len, self.config.hidden_size)
-        return Memory(
-            self.inner.init(self.L_init.to(self.compute_dtype).expand(shape).contiguous()),
-            self.outer.init(self.H_init.to(self.compute_dtype).expand(shape).contiguous()),
-        )
+    def _initial_states(self, batch: int, keys: Tensor | None) -> list[Tensor]:
+        """First states of the outer and (nested) the inner axis, [B, T, D] each in the compute dtype."""
+        shape = (self.config.puzzle_tokens + self.seq_len, self.config.hidden_size)
+        axes = [self.H_init] if self.flat else [self.H_init, self.L_init]
+        if self.config.initial_state == "fixed":
+            return [vector.to(self.compute_dtype).expand(batch, *shape).contiguous() for vector in axes]
+        keys = torch.arange(batch) if keys is None else keys
+        assert len(keys) == batch
+        rows = [[] for _ in axes]
+        for key in keys.tolist():
+            generator = torch.Generator().manual_seed(key)
+            for states in rows:
+                states.append(truncated_normal(*shape, std=self.config.initial_std, generator=generator))
+        return [torch.stack(states).to(self.H_init.device, self.compute_dtype) for states in rows]
 
     @torch.no_grad()
-    def reset(self, memory: Memory, rows: Tensor) -> Memory:
-        """Fresh memory for the rows [B] (bool), the others bit for bit as they were."""
-        fresh = self.start(rows.shape[0])
-        return Memory(
-            self.inner.reset(memory.inner, fresh.inner, rows), self.outer.reset(memory.outer, fresh.outer, rows)
-        )
+    def start(self, batch: int, keys: Tensor | None = None) -> Memory:
+        """Fresh memories of `batch` puzzles.
+
+        `keys` [B] (int64 >= 0) seed the initial noise of each puzzle where the model has any (row numbers when not given),
+        so that a puzzle's answer does not depend on the batch it is in.
+        """
+        outer, *inner = self._initial_states(batch, keys)
+        return Memory(NoMemory() if self.inner is None else self.inner.init(*inner), self.outer.init(outer))
+
+    @torch.no_grad()
+    def reset(self, memory: Memory, rows: Tensor, keys: Tensor | None = None) -> Memory:
+        """Fresh memory for the rows [B] (bool), the others bit for bit as they were. keys [B] as in `start`."""
+        fresh = self.start(rows.shape[0], keys)
+        inner = memory.inner if self.inner is None else self.inner.reset(memory.inner, fresh.inner, rows)
+        return Memory(inner, self.outer.reset(memory.outer, fresh.outer, rows))
 
     # --- recursion ---
 
     def _inner_update(self, memory: Memory, x: Tensor) -> Any:
+        assert self.inner is not None
         h_L, h_H = memory.inner.h.to(x.dtype), memory.outer.h.to(x.dtype)
         return self.inner.step(memory.inner, self.block(h_L, h_H + x))
 
     def _outer_update(self, memory: Memory, x: Tensor) -> Any:
-        h_L, h_H = memory.inner.h.to(x.dtype), memory.outer.h.to(x.dtype)
-        return self.outer.step(memory.outer, self.block(h_H, h_L))
+        h_H = memory.outer.h.to(x.dtype)
+        if self.flat:
+            return self.outer.step(memory.outer, self.block(h_H, x))
+        block = self.block if self.outer_block is None else self.outer_block
+        return self.outer.step(memory.outer, block(h_H, memory.inner.h.to(x.dtype)))
 
     def segment(
         self,
@@ -145,7 +176,7 @@ class LoopedReasoner(nn.Module):
 
         `after_outer` sees the memory after every outer update, for decoding on the way.
         """
-        if self.inner_span == "segment":
+        if self.inner is not None and self.inner_span == "segment":
             memory = memory._replace(inner=self.inner.restart(memory.inner))
         grad_outer_cycles = grad_outer_cycles if torch.is_grad_enabled() else 0
         x_here = x.detach()
@@ -155,11 +186,15 @@ class LoopedReasoner(nn.Module):
                 # others share theirs with evaluation, where x has no gradient either.
                 memory, x_here = memory.map(lambda t: t.detach().requires_grad_()), x
             with torch.set_grad_enabled(outer >= H_cycles - grad_outer_cycles):
-                if self.inner_span == "outer_cycle":
-                    memory = memory._replace(inner=self.inner.restart(memory.inner))
-                for _ in range(L_cycles):
-                    memory = memory._replace(inner=self.inner_update(memory, x_here))
-                memory = memory._replace(outer=self.outer_update(memory, x_here))
+                if self.inner is None:
+                    for _ in range(L_cycles):
+                        memory = memory._replace(outer=self.outer_update(memory, x_here))
+                else:
+                    if self.inner_span == "outer_cycle":
+                        memory = memory._replace(inner=self.inner.restart(memory.inner))
+                    for _ in range(L_cycles):
+                        memory = memory._replace(inner=self.inner_update(memory, x_here))
+                    memory = memory._replace(outer=self.outer_update(memory, x_here))
             if after_outer is not None:
                 after_outer(memory)
         return memory
@@ -167,12 +202,14 @@ class LoopedReasoner(nn.Module):
     def decode(self, memory: Memory) -> tuple[Tensor, Tensor | None]:
         """Logits [B, S, V] in the compute dtype and halting logits (float32 [B], None without a head), from h_H."""
         h = memory.outer.h.to(self.compute_dtype)
+        if self.config.block.kind == "pre_norm":  # its stream grows with depth, and the heads read directions
+            h = rms_norm(h, self.config.rms_norm_eps)
         return self.lm_head(h)[:, self.config.puzzle_tokens :], self.halting.read(h[:, 0])
 
     # --- facts ---
 
     def block_applications(self, H_cycles: int, L_cycles: int, segments: int) -> int:
-        return segments * H_cycles * (L_cycles + 1)
+        return segments * H_cycles * self.config.applications_per_update(L_cycles)
 
     def parameter_counts(self) -> dict[str, int]:
         """Trained parameters, the same without token embeddings and output head, and the puzzle table (outside both)."""

@@ -1,8 +1,11 @@
 """Halting rules: when a puzzle's loop ends. Each owns its loss and is a small module of the model.
 
 Shapes: B puzzles, D width. `read` turns the first position's state [B, D] into a halting logit [B] (or None), `loss`
-turns that logit into a sum over puzzles, `wants_to_halt` into a decision per puzzle [B].
+turns that logit into a sum over puzzles; `wants_to_halt` decides per puzzle [B] from the logit and the outer connection's
+memory.
 """
+
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -10,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.blocks import Linear
-from trainer.config import ModelConfig
+from models.connections import FixedPointMemory, settled
+from trainer.config import DampedFixedPointConfig, ModelConfig
 
 
 class FixedHalting(nn.Module):
@@ -22,8 +26,8 @@ class FixedHalting(nn.Module):
     def loss(self, logit: Tensor | None, correct: Tensor) -> Tensor:
         return torch.zeros((), device=correct.device)
 
-    def wants_to_halt(self, logit: Tensor | None, batch: int) -> Tensor:
-        return torch.zeros(batch, dtype=torch.bool)
+    def wants_to_halt(self, logit: Tensor | None, outer: Any) -> Tensor:
+        return torch.zeros(len(outer.h), dtype=torch.bool, device=outer.h.device)
 
 
 class QHead(nn.Module):
@@ -49,16 +53,33 @@ class QHead(nn.Module):
         assert logit is not None
         return F.binary_cross_entropy_with_logits(logit, correct.float(), reduction="sum")
 
-    def wants_to_halt(self, logit: Tensor | None, batch: int) -> Tensor:
+    def wants_to_halt(self, logit: Tensor | None, outer: Any) -> Tensor:
         assert logit is not None
         return logit > 0
+
+
+class ResidualHalting(QHead):
+    """FPRM's rule: a puzzle ends when its state has stopped moving. The head is trained all the same, but decides nothing."""
+
+    def __init__(self, width: int, connection: DampedFixedPointConfig):
+        super().__init__(width)
+        self.connection = connection
+
+    def wants_to_halt(self, logit: Tensor | None, outer: FixedPointMemory) -> Tensor:
+        return settled(outer, self.connection)
 
 
 HaltingRule = FixedHalting | QHead
 
 
 def build_halting(config: ModelConfig) -> HaltingRule:
-    return QHead(config.hidden_size) if config.halting == "q_head" else FixedHalting()
+    if config.halting == "fixed":
+        return FixedHalting()
+    outer = config.axis_connection("outer")
+    if config.halting == "residual":
+        assert isinstance(outer, DampedFixedPointConfig), "ModelConfig refuses other connections"
+        return ResidualHalting(config.hidden_size, outer)
+    return QHead(config.hidden_size)
 
 
 def exploration_minimum(batch: int, chance: float, segments: int, generator: torch.Generator) -> Tensor:

@@ -151,7 +151,7 @@ def test_trained_model_answers_the_same_in_any_batch() -> None:
     checkpoint = load_checkpoint(found.checkpoint)
     model = checkpoint.build_model("ema").eval()
     split = reordered(load_csv_puzzles(found.puzzles, Box(2, 3)), np.arange(10))
-    depth = resolve_depth(EvalConfig(), checkpoint.config.schedule, checkpoint.config.model.layers)
+    depth = resolve_depth(EvalConfig(), checkpoint.config.schedule, checkpoint.config.model)
     whole = evaluate(model, split, Box(2, 3), depth, halting=True)
     assert whole.last.exact >= 9
     for batch_size in (1, 3, 4):
@@ -210,10 +210,10 @@ def test_halting_needs_a_whole_segment() -> None:
 
 def test_depth_in_any_unit(tmp_path: Path) -> None:
     """H=2, L=2, two layers: a segment is 2 outer updates, 6 block applications, 12 executed layers."""
-    schedule = tiny(tmp_path).schedule
+    config = tiny(tmp_path)
 
     def depth(**asked: int) -> Depth:
-        return resolve_depth(EvalConfig.model_validate(asked), schedule, 2)
+        return resolve_depth(EvalConfig.model_validate(asked), config.schedule, config.model)
 
     assert (
         depth() == depth(segments=3) == depth(outer_updates=6) == depth(layers=36) == depth(layers=31) == Depth(2, 2, 6)

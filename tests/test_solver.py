@@ -119,7 +119,7 @@ def test_answers_are_those_of_evaluate(tmp_path: Path, capsys: pytest.CaptureFix
     results = evaluate_program(asked)
     checkpoint = solver.load_checkpoint(found.checkpoint)
     model = ready_model(checkpoint, "ema", set_up(asked.trainer))
-    depth = resolve_depth(asked.eval, checkpoint.config.schedule, checkpoint.config.model.layers)
+    depth = resolve_depth(asked.eval, checkpoint.config.schedule, checkpoint.config.model)
     whole = evaluate(model, split, box, depth, halting=True)
     assert whole.last.exact == results["exact"] > 0 and results["n"] == 12
     for i in (0, 3, 7):

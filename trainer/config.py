@@ -84,24 +84,85 @@ class AttentionResidualConfig(Settings):
         return self
 
 
+class DampedFixedPointConfig(Settings):
+    """h_t = s z_t + (1 - s) h_{t-1}; a puzzle's step size s shrinks when its residual stops improving (FPRM)."""
+
+    kind: Literal["damped_fixed_point"]
+    step: float = Field(gt=0, le=1)
+    """s at the start."""
+    patience: int = Field(gt=0)
+    """Loop steps without a new smallest residual before s shrinks."""
+    decay_train: float = Field(gt=0, le=1)
+    """s <- decay s in training."""
+    decay_eval: float = Field(gt=0, le=1)
+    """The same in evaluation."""
+    threshold: float = Field(gt=0)
+    """A residual below this counts as a fixed point: s stays, and residual halting ends the puzzle."""
+    smallest_step: float = Field(ge=0)
+    """Residual halting also ends a puzzle whose s is below this."""
+
+
 ConnectionConfig = Annotated[
-    CarryLastConfig | ConstantStepConfig | AttentionResidualConfig, Field(discriminator="kind")
+    CarryLastConfig | ConstantStepConfig | AttentionResidualConfig | DampedFixedPointConfig,
+    Field(discriminator="kind"),
 ]
 
 
 # --- model -----------------------------------------------------------------------------------------------------------
 
 
+class ResidualBlockConfig(Settings):
+    """Ordinary residual layers: attention (or the token mixer), then SwiGLU."""
+
+    kind: Literal["post_norm", "pre_norm"]
+    """post_norm: h <- rms(h + F(h)). pre_norm: h <- h + F(rms(h)), and what the heads read is normalised."""
+    layer_scale: float | None = Field(default=None, gt=0)
+    """Start of a learned factor per channel on every branch F; null: none."""
+
+
+class TiedBlockConfig(Settings):
+    """FPRM's block: h <- a_1 h + b_1 F(rms(h)) in every half layer, after a convolution over the grid and the injection."""
+
+    kind: Literal["tied"]
+    alpha_1: float = Field(gt=0, lt=1)
+    """a_1 at the start (learned per channel, shared by all layers): what a half layer keeps."""
+    alpha_2: float = Field(gt=0, lt=1)
+    """What the block keeps of the state where it adds the injection, at the start (learned per channel)."""
+    convolution: Literal["none", "grid", "causal"]
+    """Depthwise, over the cells alone: grid is two-dimensional, causal runs along the flattened grid."""
+    kernel: int = Field(gt=0)
+    norm: Literal["none", "input", "output"]
+    """Where else the state is normalised: after the convolution, after the last layer, or nowhere."""
+
+    @model_validator(mode="after")
+    def _odd_on_the_grid(self) -> "TiedBlockConfig":
+        if self.convolution == "grid" and self.kernel % 2 == 0:
+            raise ValueError(f"kernel={self.kernel} with convolution=grid: the kernel is centred, so give an odd number")
+        return self
+
+
+BlockConfig = Annotated[ResidualBlockConfig | TiedBlockConfig, Field(discriminator="kind")]
+
+
 class ModelConfig(Settings):
-    """One shared block, two axes (inner: z_L, outer: z_H), a connection on each."""
+    """One shared block over two axes (inner: z_L, outer: z_H) or one, a connection on each."""
 
     name: str
+    recursion: Literal["nested", "flat"] = "nested"
+    """nested: z_L and z_H. flat: one stream, the outer axis, updated L_cycles times in an outer cycle."""
+    levels: Literal["shared", "untied"] = "shared"
+    """untied: z_L and z_H have a block each, as in HRM."""
+    block: BlockConfig = ResidualBlockConfig(kind="post_norm")
+    initial_state: Literal["fixed", "noise"] = "fixed"
+    """fixed: one frozen random vector at all positions. noise: fresh numbers for every puzzle and position."""
+    initial_std: float = Field(default=1.0, gt=0)
     connection: ConnectionConfig
     axes: Literal["both", "inner", "outer"] = "both"
     """Which axes use `connection`; the other axis uses `other_connection`."""
     other_connection: ConnectionConfig = CarryLastConfig(kind="carry_last")
-    halting: Literal["q_head", "fixed"] = "q_head"
-    """q_head: a puzzle ends when its halting logit is positive. fixed: always the full number of segments."""
+    halting: Literal["q_head", "residual", "fixed"] = "q_head"
+    """q_head: a puzzle ends when its halting logit is positive. residual: when its state has stopped moving (needs the
+    connection damped_fixed_point on the outer axis). fixed: always the full number of segments."""
     mixer: Literal["attention", "mlp"]
     """What mixes positions: self-attention, or a SwiGLU over positions (needs a fixed length)."""
     positions: Literal["rope", "learned", "none"]
@@ -141,6 +202,25 @@ class ModelConfig(Settings):
                 f"hidden_size={self.hidden_size}; lower it or raise puzzle_tokens"
             )
         return self
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> "ModelConfig":
+        if self.recursion == "flat" and self.levels == "untied":
+            raise ValueError("levels=untied needs two levels, and recursion=flat has one; use recursion=nested")
+        if self.recursion == "flat" and self.axes == "inner":
+            raise ValueError("axes=inner with recursion=flat: its one axis is the outer one; use axes=both or outer")
+        if self.block.kind == "tied" and self.mixer == "mlp":
+            raise ValueError("block.kind=tied is written for attention; use mixer=attention")
+        if self.halting == "residual" and self.axis_connection("outer").kind != "damped_fixed_point":
+            raise ValueError(
+                f"halting=residual reads the residual of damped_fixed_point, but the outer connection is "
+                f"{self.axis_connection('outer').kind}; use halting=q_head or model/connection=damped_fixed_point"
+            )
+        return self
+
+    def applications_per_update(self, L_cycles: int) -> int:
+        """Block applications in one outer cycle."""
+        return L_cycles + (self.recursion == "nested")
 
     def axis_connection(self, axis: Literal["inner", "outer"]) -> ConnectionConfig:
         return self.connection if self.axes in ("both", axis) else self.other_connection

@@ -54,11 +54,7 @@ def draw_depth_curve(results: list[dict[str, Any]], path: Path) -> None:
             axes.plot(
                 *published, linestyle="--", marker="x", color=colour, alpha=0.6, label=f"{r['model']}: paper, n=32768"
             )
-    trained = {
-        t["segments"] * t["H_cycles"] * (t["L_cycles"] + 1) * r["model_settings"]["layers"]
-        for r in results
-        for t in [r["trained"]]
-    }
+    trained = {r["trained"]["executed_layers"] for r in results}
     for layers in trained:
         axes.axvline(layers, color="grey", linewidth=0.8, linestyle=":", label="depth in training")
     axes.set_xscale("log")

@@ -1,10 +1,11 @@
 """Evaluation by depth: one pass to the greatest depth, sums and counts at every decode on the way.
 
-Words: an outer update is L_cycles inner updates and one outer one, L_cycles + 1 block applications; executed layers are
-block applications times layers per block. Shapes: N puzzles, B of them in a batch, S cells, R decoded depths.
+Words: an outer update is L_cycles inner updates and one outer one, L_cycles + 1 block applications (in a flat recursion,
+L_cycles updates of its one axis); executed layers are block applications times layers per block. Shapes: N puzzles, B of them in a batch, S cells, R decoded depths.
 """
 
 import math
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -16,7 +17,7 @@ from torch import Tensor
 from data.arrays import Split
 from data.sudoku import BLANK_TOKEN, Box, is_complete_solution
 from models.core import LoopedReasoner, Memory
-from trainer.config import EvalConfig, ScheduleConfig
+from trainer.config import EvalConfig, ModelConfig, ScheduleConfig
 from trainer.errors import UserError
 
 
@@ -33,11 +34,11 @@ class Depth:
         return math.ceil(self.outer_updates / self.H_cycles)
 
 
-def resolve_depth(config: EvalConfig, trained: ScheduleConfig, layers_per_block: int) -> Depth:
+def resolve_depth(config: EvalConfig, trained: ScheduleConfig, model: ModelConfig) -> Depth:
     """The depth asked for in segments, outer updates or executed layers; default: as trained. Rounds up."""
     H, L = config.H_cycles or trained.H_cycles, config.L_cycles or trained.L_cycles
     if config.layers is not None:
-        updates = math.ceil(config.layers / (layers_per_block * (L + 1)))
+        updates = math.ceil(config.layers / (model.layers * model.applications_per_update(L)))
     elif config.outer_updates is not None:
         updates = config.outer_updates
     else:
@@ -181,7 +182,8 @@ def evaluate(
         labels = torch.from_numpy(split.labels[index]).to(device)
         x = model.encode(tokens, model.puzzle_rows(torch.from_numpy(split.puzzle_ids[index]).to(device)))
         run = _BatchPass(tokens, labels, real, box, halting, points)
-        memory, done = model.start(batch_size), 0
+        keys = [zlib.crc32(row.tobytes()) for row in split.inputs[index]]  # noise is the puzzle's own in any batch
+        memory, done = model.start(batch_size, torch.tensor(keys)), 0
 
         def after_outer(memory: Memory, run: _BatchPass = run, real: int = real) -> None:
             nonlocal done
@@ -190,7 +192,7 @@ def evaluate(
                 logits, q = model.decode(memory)
                 run.read(logits, done, math.ceil(done / depth.H_cycles))
                 if halting and done % depth.H_cycles == 0:
-                    run.halted |= model.halting.wants_to_halt(q, batch_size).to(device)
+                    run.halted |= model.halting.wants_to_halt(q, memory.outer)
             if progress is not None:
                 progress(real)
 
@@ -201,7 +203,7 @@ def evaluate(
         answers.append(run.answer[:real].cpu().numpy())
         exact.append(run.exact[:real].cpu().numpy())
         segments_used.append(run.segments[:real].cpu().numpy())
-    per_update = depth.L_cycles + 1
+    per_update = model.config.applications_per_update(depth.L_cycles)
     rows = [
         DepthRow(u, u * per_update, u * per_update * model.config.layers, n, row[0], row[1], cells, row[2], row[3])
         for u, row in zip(points, sums.tolist(), strict=True)

@@ -76,9 +76,11 @@ def replace_finished(carry: Carry, model: LoopedReasoner, sampler: TrainSampler,
         return carry, drawn
     rows, device = carry.finished, carry.tokens.device
     batch = sampler.draw(drawn, count)
+    keys = torch.zeros(len(rows), dtype=torch.int64)
+    keys[rows.cpu()] = batch.noise_keys
     carry = replace(
         carry,
-        memory=model.reset(carry.memory, rows),
+        memory=model.reset(carry.memory, rows, keys),
         tokens=carry.tokens.clone(),
         labels=carry.labels.clone(),
         puzzle_ids=carry.puzzle_ids.clone(),
@@ -150,7 +152,7 @@ def mark_finished(
     schedule, batch = config.schedule, len(carry.finished)
     segments = carry.segments + 1
     least = exploration_minimum(batch, schedule.halt_exploration, schedule.segments, exploration).to(segments.device)
-    willing = model.halting.wants_to_halt(result.halt_logit, batch).to(segments.device) & (segments >= least)
+    willing = model.halting.wants_to_halt(result.halt_logit, result.memory.outer) & (segments >= least)
     return replace(carry, memory=result.memory, segments=segments, finished=willing | (segments >= schedule.segments))
 
 
@@ -234,7 +236,7 @@ def train(config: TrainConfig) -> dict[str, Any]:
     sampler = TrainSampler(data.train, data.meta.box, config.data.num_aug, config.seed, config.data.seed)
     exploration = torch.Generator().manual_seed(config.seed)
     carry, drawn = empty_carry(model, schedule.global_batch), 0
-    depth = resolve_depth(config.eval, schedule, config.model.layers)
+    depth = resolve_depth(config.eval, schedule, config.model)
     best, begin = (-1, -1), time.perf_counter()
     # Every validation takes the same puzzles; all of them unless that would take longer than a validation may.
     automatic = config.eval.model_copy(update={"n": "auto"})

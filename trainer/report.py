@@ -116,6 +116,14 @@ def by_blanks(split: Split, evaluation: Evaluation) -> list[dict[str, int]]:
     ]
 
 
+def trained_depth(config: TrainConfig) -> dict[str, int]:
+    """Cycles and segments of training, and the executed layers that they come to."""
+    s = config.schedule
+    applications = s.segments * s.H_cycles * config.model.applications_per_update(s.L_cycles)
+    layers = applications * config.model.layers
+    return {"H_cycles": s.H_cycles, "L_cycles": s.L_cycles, "segments": s.segments, "executed_layers": layers}
+
+
 def results_of(
     evaluation: Evaluation,
     split: Split,
@@ -154,7 +162,7 @@ def results_of(
         "executed_layers": last.executed_layers,
         "mean_segments": last.mean_segments,
         "max_segments": int(evaluation.segments.max()),
-        "trained": {k: getattr(config.schedule, k) for k in ("H_cycles", "L_cycles", "segments")},
+        "trained": trained_depth(config),
         "model": config.model.name,
         "model_settings": config.model.model_dump(mode="json"),
         "seed": config.seed,
@@ -223,7 +231,7 @@ def evaluate_checkpoint(
 ) -> tuple[dict[str, Any], Evaluation]:
     """Evaluate one checkpoint on one split as the settings say, with a progress bar; max_minutes stands for theirs."""
     model = ready_model(checkpoint, settings.weights, runtime)
-    depth = resolve_depth(settings, checkpoint.config.schedule, checkpoint.config.model.layers)
+    depth = resolve_depth(settings, checkpoint.config.schedule, checkpoint.config.model)
     where = meta.name if meta.source.startswith("file:") else f"the {settings.split} split"
     chosen, label = choose_subset(split, settings, model, depth, where, max_minutes or settings.max_minutes)
     with progress_bar(len(chosen.inputs) * depth.outer_updates, "evaluating") as bar:

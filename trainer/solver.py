@@ -123,7 +123,7 @@ def solve_program(config: SolveConfig) -> int:
     runtime = set_up(settings)
     model = ready_model(checkpoint, config.weights, runtime)
     asked = EvalConfig(segments=config.segments, H_cycles=config.H_cycles, L_cycles=config.L_cycles)
-    depth = resolve_depth(asked, checkpoint.config.schedule, checkpoint.config.model.layers)
+    depth = resolve_depth(asked, checkpoint.config.schedule, checkpoint.config.model)
     tokens = tokens_from_digits(puzzles)
     nothing = np.zeros(len(puzzles), np.int32)
     result = evaluate(
