@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from models.core import LoopedReasoner
-from trainer.config import ConnectionConfig, ModelConfig
+from trainer.config import ConnectionConfig, DampedFixedPointConfig, ModelConfig, TiedBlockConfig
 
 FIXTURES = Path(__file__).resolve().parent / "fixtures" / "parity"
 
@@ -16,7 +16,10 @@ FIXTURES = Path(__file__).resolve().parent / "fixtures" / "parity"
 RENAMES = (
     ("_orig_mod.", ""),
     ("model.inner.", "inner."),
-    ("inner.L_level.layers", "block.layers"),
+    ("inner.L_level.alpha_1_param", "block.raw_alpha_1"),
+    ("inner.L_level.alpha_2_param", "block.raw_alpha_2"),
+    ("inner.L_level.", "block."),
+    ("inner.L_optimizer.init_vec", "H_init"),
     ("self_attn.qkv_proj", "attention.qkv"),
     ("self_attn.o_proj", "attention.out"),
     ("mlp_t.", "token_mlp."),
@@ -47,12 +50,43 @@ def tensors(case: str, part: str = "") -> dict[str, Tensor]:
     return load_file(FIXTURES / f"{case}{part}.safetensors")
 
 
-def build_case(case: str, connection: ConnectionConfig) -> LoopedReasoner:
+def fprm_parts(config: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a released FPRM configuration that TRM does not have."""
+    return {
+        "recursion": "flat",
+        "halting": "residual",
+        "initial_state": "fixed" if config["fixed_init"] else "noise",
+        "initial_std": config["init_std"],
+        "block": TiedBlockConfig(
+            kind="tied",
+            alpha_1=config["alpha_1_init"],
+            alpha_2=config["alpha_2_init"],
+            convolution={"conv1d": "causal", "conv2d": "grid"}[config["conv_type"]],
+            kernel=config["conv_kernel_size"],
+            norm=config["norm_placement"],
+        ),
+    }
+
+
+def fprm_connection(config: dict[str, Any]) -> DampedFixedPointConfig:
+    return DampedFixedPointConfig(
+        kind="damped_fixed_point",
+        step=config["stepsize"],
+        patience=config["decay_patience"],
+        decay_train=config["stepsize_decay_train"],
+        decay_eval=config["stepsize_decay_eval"],
+        threshold=config["fp_thresh"],
+        smallest_step=1e-3,
+    )
+
+
+def build_case(case: str, connection: ConnectionConfig, **parts: Any) -> LoopedReasoner:
     """The case's model with its weights, `connection` on the axes the case names (all without names)."""
     told = facts(case)
     config, axes = told["config"], told.get("axes", [])
     model = LoopedReasoner(
         ModelConfig(
+            **parts,
             name=case,
             connection=connection,
             axes=axes[0] if len(axes) == 1 else "both",
@@ -72,7 +106,8 @@ def build_case(case: str, connection: ConnectionConfig) -> LoopedReasoner:
         config["seq_len"],
         config["num_puzzle_identifiers"],
     )
-    weights = {our_name(name): value for name, value in tensors(case, ".weights").items()}
+    released = tensors(case, ".weights")
+    weights = {our_name(name): value for name, value in released.items() if not name.endswith(".mask")}
     # A file with the attention residual on one axis keeps unused numbers of the other.
     unused = set(weights) - set(model.state_dict())
     assert unused <= {f"{axis}.{leaf}" for axis in ("inner", "outer") for leaf in ("query", "raw_decay")}, unused

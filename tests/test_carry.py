@@ -52,7 +52,7 @@ class CountingSampler(TrainSampler):
         self.asked.append((first, count))
         drawn = [puzzles(1, seed=100 + i) for i in range(first, first + count)]
         tokens, labels, ids = (torch.cat(parts) for parts in zip(*drawn, strict=True))
-        return Batch(tokens, labels, ids.int(), ids)
+        return Batch(tokens, labels, ids.int(), ids, ids)
 
 
 def lived(model: LoopedReasoner, config: TrainConfig, sampler: CountingSampler, steps: int) -> tuple[Carry, int]:
