@@ -72,7 +72,8 @@ def products(model: LoopedReasoner, batch: int) -> list[tuple[int, int, int]]:
 
 def matmul_seconds(model: LoopedReasoner, batch: int, H: int, L: int) -> tuple[float, float]:
     """(seconds, floating-point operations) of all weight products of a step, each shape timed alone."""
-    applications, differentiated = H * (L + 1), L + 1
+    differentiated = model.config.applications_per_update(L)
+    applications = H * differentiated
     total = flops = 0.0
     timed: dict[tuple[int, int, int], tuple[float, float]] = {}
     with torch.no_grad():

@@ -168,7 +168,8 @@ def evaluate(
     cells = int((split.inputs == BLANK_TOKEN).sum())
     if cells == 0:
         raise UserError("evaluation: no puzzle has an empty cell, so there is nothing to score; choose another split")
-    device = model.H_init.device
+    device, mode = model.H_init.device, model.training
+    model.eval()  # a damped connection has a rate of its own for evaluation
     batch_size = min(batch_size, n)
     points = decode_points(depth, decode)
     wanted = set(points)
@@ -203,6 +204,7 @@ def evaluate(
         answers.append(run.answer[:real].cpu().numpy())
         exact.append(run.exact[:real].cpu().numpy())
         segments_used.append(run.segments[:real].cpu().numpy())
+    model.train(mode)
     per_update = model.config.applications_per_update(depth.L_cycles)
     rows = [
         DepthRow(u, u * per_update, u * per_update * model.config.layers, n, row[0], row[1], cells, row[2], row[3])
