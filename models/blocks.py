@@ -173,7 +173,12 @@ class TiedBlock(nn.Module):
         super().__init__()
         tied = config.block
         assert isinstance(tied, TiedBlockConfig)
-        self.kind, self.norm, self.eps, self.prefix = tied.convolution, tied.norm, config.rms_norm_eps, config.puzzle_tokens
+        self.kind, self.norm, self.eps, self.prefix = (
+            tied.convolution,
+            tied.norm,
+            config.rms_norm_eps,
+            config.puzzle_tokens,
+        )
         self.side = math.isqrt(positions - self.prefix)
         width, k = config.hidden_size, tied.kernel
         if self.kind == "grid":

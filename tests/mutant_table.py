@@ -30,7 +30,12 @@ ROW_RESET = "type(memory)(*(where_rows(rows, f, m) for f, m in zip(fresh, memory
 MUTANTS = (
     # --- the recursion
     Mutant("input injection dropped", CORE, "self.block(h_L, h_H + x)", "self.block(h_L, h_H)"),
-    Mutant("input injected into the outer update too", CORE, "self.block(h_H, h_L)", "self.block(h_H, h_L + x)"),
+    Mutant(
+        "input injected into the outer update too",
+        CORE,
+        "block(h_H, memory.inner.h.to(x.dtype))",
+        "block(h_H, memory.inner.h.to(x.dtype) + x)",
+    ),
     Mutant(
         "inner updates thrown away", CORE, "memory = memory._replace(inner=self.inner_update(memory, x_here))", "pass"
     ),
@@ -59,8 +64,8 @@ MUTANTS = (
     Mutant(
         "span segment starts at the initial state",
         CORE,
-        'if self.inner_span == "segment":\n            memory = memory._replace(inner=self.inner.restart(memory.inner))',
-        'if self.inner_span == "segment":\n            memory = memory._replace(inner=self.start(x.shape[0]).inner)',
+        'self.inner_span == "segment":\n            memory = memory._replace(inner=self.inner.restart(memory.inner))',
+        'self.inner_span == "segment":\n            memory = memory._replace(inner=self.start(x.shape[0]).inner)',
     ),
     Mutant("span outer_cycle ignored", CORE, 'if self.inner_span == "outer_cycle":', "if False:"),
     # --- connections

@@ -61,7 +61,7 @@ def fprm_parts(config: dict[str, Any]) -> dict[str, Any]:
             kind="tied",
             alpha_1=config["alpha_1_init"],
             alpha_2=config["alpha_2_init"],
-            convolution={"conv1d": "causal", "conv2d": "grid"}[config["conv_type"]],
+            convolution="causal" if config["conv_type"] == "conv1d" else "grid",
             kernel=config["conv_kernel_size"],
             norm=config["norm_placement"],
         ),

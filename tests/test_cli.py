@@ -93,7 +93,10 @@ def mistake(*argv: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("+trainer.foo=1", "trainer.foo: no such setting; trainer has checkpoint_every, compile, device"),
         ("+seed=3", "+seed=3: seed exists, so write it without the +"),
         ("modle=trm", "modle: no such setting; did you mean model?"),
-        ("model=infilop", "model=infilop: no such option; did you mean infiloop? options of model: infiloop, trm"),
+        (
+            "model=infilop",
+            "model=infilop: no such option; did you mean infiloop? options of model: fprm, hrm, infiloop, looped, trm",
+        ),
         ("experiment=tinny", "experiment=tinny: no such option; did you mean tiny? options of experiment: sudoku6"),
         ("experiment=null", "or none at all with ~experiment"),
         ("+experiment=tiny", "experiment has a choice already, so write it without the +"),
@@ -326,7 +329,11 @@ def test_a_real_process_says_one_line_too(folder: Path):
 def test_help_lists_groups_options_and_programs(folder: Path):
     done = wait(start("--help", program=PROJECT / "train.py"))
     assert done.code == 0 and done.err == "" and len(done.out.splitlines()) < 30
-    for line in ("  model: infiloop, trm", "  data: sudoku, sudoku4, sudoku6, sudoku9", "experiment=sudoku6_cpu"):
+    for line in (
+        "  model: fprm, hrm, infiloop, looped, trm",
+        "  data: sudoku, sudoku4, sudoku6, sudoku9",
+        "experiment=sudoku6_cpu",
+    ):
         assert line in done.out
     for program in ("evaluate.py", "solve.py"):
         assert program in done.out

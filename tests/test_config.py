@@ -59,6 +59,11 @@ def test_default_run_is_the_papers_recipe():
     }
     assert config.model.model_dump() == {
         "name": "infiloop",
+        "recursion": "nested",
+        "levels": "shared",
+        "block": {"kind": "post_norm", "layer_scale": None},
+        "initial_state": "fixed",
+        "initial_std": 1.0,
         "connection": attention_residual,
         "axes": "both",
         "other_connection": {"kind": "carry_last"},

@@ -183,7 +183,8 @@ def test_memory_span(full: bool) -> None:
         return models[span].segment(models[span].start(2), x, 1, L)
 
     def restarted(memory: Memory) -> Memory:
-        return memory._replace(inner=models["run"].inner.restart(memory.inner))
+        assert (inner := models["run"].inner) is not None
+        return memory._replace(inner=inner.restart(memory.inner))
 
     def equal(a: Memory, b: Memory) -> bool:
         return all(torch.equal(s, t) for s, t in zip((*a.inner, *a.outer), (*b.inner, *b.outer), strict=True))

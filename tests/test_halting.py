@@ -87,8 +87,8 @@ def test_head_starts_unwilling() -> None:
     state = torch.randn(5, 8)
     logit: Any = head.read(state)
     assert logit.tolist() == [-5.0] * 5
-    assert not head.wants_to_halt(logit, 5).any()
-    assert head.wants_to_halt(torch.tensor([0.0, 1e-6, -1e-6]), 3).tolist() == [False, True, False]
+    assert not head.wants_to_halt(logit, None).any()
+    assert head.wants_to_halt(torch.tensor([0.0, 1e-6, -1e-6]), None).tolist() == [False, True, False]
 
 
 def test_head_loss_is_binary_cross_entropy() -> None:

@@ -221,7 +221,8 @@ def test_rows_halt_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """A head that wants rows 0 and 2 to halt at once: they get new puzzles at each step, the others after three segments."""
     config = tiny(tmp_path / "run", "trainer.max_steps=4", "schedule.halt_exploration=0")
 
-    def willing(self: Any, logit: Tensor, batch: int) -> Tensor:
+    def willing(self: Any, logit: Tensor, outer: Any) -> Tensor:
+        batch = len(outer.h)
         return torch.arange(batch) % 3 == 0 if batch == 8 else torch.zeros(batch, dtype=torch.bool)
 
     monkeypatch.setattr("models.halting.QHead.wants_to_halt", willing)  # rows 0, 3 and 6

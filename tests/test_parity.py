@@ -111,7 +111,9 @@ class TraceSampler(TrainSampler):
         }
         assert len(batch["inputs"]) == count
         ids = batch["puzzle_identifiers"]
-        return Batch(batch["inputs"].long(), batch["labels"].long(), ids, ids.long(), torch.zeros(count, dtype=torch.int64))
+        return Batch(
+            batch["inputs"].long(), batch["labels"].long(), ids, ids.long(), torch.zeros(count, dtype=torch.int64)
+        )
 
 
 @pytest.mark.parametrize("case", TRM)

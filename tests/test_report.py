@@ -192,7 +192,12 @@ def test_results_carry_what_they_were_measured_on(tmp_path: Path) -> None:
     assert results.keys() >= EVERYWHERE and results == results_of(tmp_path)
     depth = {k: results[k] for k in ("H_cycles", "L_cycles", "segments", "outer_updates", "block_applications")}
     assert depth == {"H_cycles": 3, "L_cycles": 4, "segments": 4, "outer_updates": 10, "block_applications": 50}
-    assert results["executed_layers"] == 100 and results["trained"] == {"H_cycles": 2, "L_cycles": 2, "segments": 3}
+    assert results["executed_layers"] == 100 and results["trained"] == {
+        "H_cycles": 2,
+        "L_cycles": 2,
+        "segments": 3,
+        "executed_layers": 36,
+    }
     assert (results["n"], results["subset"]) == (5, "random subset of 5 of 12, eval.subset_seed=2")
     assert (results["halting"], results["weights"], results["seed"], results["model"]) == ("on", "ema", 0, "infiloop")
     with (tmp_path / "depth_curve.csv").open(newline="") as file:

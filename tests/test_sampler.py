@@ -18,7 +18,7 @@ SPLIT = split_from_puzzles(generate(BOX, N, seed=3))
 
 
 def tensors(batch: Batch) -> list[torch.Tensor]:
-    return [batch.inputs, batch.labels, batch.puzzle_ids, batch.base_ids]
+    return [batch.inputs, batch.labels, batch.puzzle_ids, batch.base_ids, batch.noise_keys]
 
 
 def same(a: Batch, b: Batch) -> bool:
@@ -62,7 +62,14 @@ def test_types_and_rows() -> None:
     ids = np.arange(N, dtype=np.int32)
     split = Split(SPLIT.inputs, SPLIT.labels, SPLIT.rating, ids)
     batch = TrainSampler(split, BOX, 0, seed=2).draw(10, 64)
-    assert [tensor.dtype for tensor in tensors(batch)] == [torch.int64, torch.int64, torch.int32, torch.int64]
+    assert [tensor.dtype for tensor in tensors(batch)] == [
+        torch.int64,
+        torch.int64,
+        torch.int32,
+        torch.int64,
+        torch.int64,
+    ]
+    assert batch.noise_keys.min() >= 0 and len(batch.noise_keys.unique()) == 64
     assert batch.inputs.shape == batch.labels.shape == (64, 36)
     assert batch.puzzle_ids.tolist() == batch.base_ids.tolist()
     assert torch.equal(batch.inputs, torch.from_numpy(SPLIT.inputs)[batch.base_ids].long())  # no augmentation at all

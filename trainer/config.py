@@ -137,7 +137,9 @@ class TiedBlockConfig(Settings):
     @model_validator(mode="after")
     def _odd_on_the_grid(self) -> "TiedBlockConfig":
         if self.convolution == "grid" and self.kernel % 2 == 0:
-            raise ValueError(f"kernel={self.kernel} with convolution=grid: the kernel is centred, so give an odd number")
+            raise ValueError(
+                f"kernel={self.kernel} with convolution=grid: the kernel is centred, so give an odd number"
+            )
         return self
 
 

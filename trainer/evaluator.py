@@ -1,7 +1,8 @@
 """Evaluation by depth: one pass to the greatest depth, sums and counts at every decode on the way.
 
 Words: an outer update is L_cycles inner updates and one outer one, L_cycles + 1 block applications (in a flat recursion,
-L_cycles updates of its one axis); executed layers are block applications times layers per block. Shapes: N puzzles, B of them in a batch, S cells, R decoded depths.
+L_cycles updates of its one axis); executed layers are block applications times layers per block. Shapes: N puzzles, B of
+them in a batch, S cells, R decoded depths.
 """
 
 import math
