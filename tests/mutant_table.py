@@ -22,7 +22,7 @@ OUTER = '        self.outer = build_connection(config.axis_connection("outer"), 
 ATTEND = """        mixed = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         return self.out(mixed.transpose(1, 2).reshape(batch, positions, width))
 """
-TOKEN_NORM = "            h = rms_norm(across + self.token_mlp(across), self.eps).transpose(1, 2)\n"
+TOKEN_NORM = "h = self._add(h.transpose(1, 2), self.token_mlp, scale).transpose(1, 2)"
 STABLE = "torch.where(wide >= 0, torch.log1p(wide.clamp(min=0)), -torch.log1p(-wide.clamp(max=0)))"
 DECAY_INIT = "        return DecayMemory(wide(z_0), s if self.include_initial else torch.full_like(s, -math.inf))\n"
 ROW_RESET = "type(memory)(*(where_rows(rows, f, m) for f, m in zip(fresh, memory, strict=True)))"
@@ -126,7 +126,7 @@ MUTANTS = (
     ),
     Mutant("learned beta of 1 or more accepted", CONFIG, 'self.beta == "learned" and self.beta0 >= 1', "False"),
     # --- rows of the batch
-    Mutant("state of a halted row kept", LOOP, "memory=model.reset(carry.memory, rows)", "memory=carry.memory"),
+    Mutant("state of a halted row kept", LOOP, "memory=model.reset(carry.memory, rows, keys)", "memory=carry.memory"),
     Mutant(
         "log D of a halted row kept",
         CONNECTIONS,
@@ -142,8 +142,8 @@ MUTANTS = (
     Mutant(
         "neighbours of a halted row reset",
         LOOP,
-        "model.reset(carry.memory, rows)",
-        "model.reset(carry.memory, torch.ones_like(rows))",
+        "model.reset(carry.memory, rows, keys)",
+        "model.reset(carry.memory, torch.ones_like(rows), keys)",
     ),
     Mutant(
         "neighbour's puzzle replaced",
@@ -194,8 +194,8 @@ MUTANTS = (
         BLOCKS,
         TOKEN_NORM,
         TOKEN_NORM.replace(
-            "rms_norm(across + self.token_mlp(across), self.eps).transpose(1, 2)",
-            "rms_norm((across + self.token_mlp(across)).transpose(1, 2), self.eps)",
+            "self._add(h.transpose(1, 2), self.token_mlp, scale).transpose(1, 2)",
+            "self._add(h, lambda x: self.token_mlp(x.transpose(1, 2)).transpose(1, 2), None)",
         ),
     ),
     Mutant(

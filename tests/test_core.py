@@ -183,7 +183,8 @@ def test_memory_span(full: bool) -> None:
         return models[span].segment(models[span].start(2), x, 1, L)
 
     def restarted(memory: Memory) -> Memory:
-        assert (inner := models["run"].inner) is not None
+        inner = models["run"].inner
+        assert inner is not None
         return memory._replace(inner=inner.restart(memory.inner))
 
     def equal(a: Memory, b: Memory) -> bool:
