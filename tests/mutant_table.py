@@ -213,7 +213,7 @@ MUTANTS = (
     Mutant("loss averaged over all cells", LOSSES, "/ count.clamp(min=1)", "/ labels.shape[-1]"),
     Mutant("ignored cells count as wrong", LOSSES, "right.sum(-1) == count", "right.all(-1)"),
     # --- optimizers
-    Mutant("query decays", OPTIM, '"query": "queries", ', ""),
+    Mutant("query decays", OPTIM, '"query": "queries",', ""),
     Mutant("decay learns at the weights' rate", OPTIM, "schedule.decay_lr", "schedule.lr"),
     Mutant("EMA the other way round", OPTIM, "1 - self.ema)", "self.ema)"),
     Mutant("equal ids not summed", OPTIM, "total.index_add_(0, place, gradients)", "total[place] = gradients"),

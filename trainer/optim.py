@@ -17,12 +17,22 @@ def lr_factor(step: int, warmup_steps: int, total_steps: int, min_ratio: float) 
     return min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
+KINDS = {
+    "query": "queries",
+    "raw_alpha_1": "queries",  # FPRM's residual scales: no weight decay, as in the released code
+    "raw_alpha_2": "queries",
+    "raw_decay": "scalars",
+    "raw_step": "scalars",
+}
+"""Parameters that are no plain weights, by the last part of their name."""
+
+
 def build_adamw(model: nn.Module, schedule: ScheduleConfig) -> torch.optim.AdamW:
-    """AdamW over three groups: weights, connection queries (no weight decay), connection scalars (own rate, no decay)."""
+    """AdamW over three groups: weights, queries and FPRM's scales (no decay), connection scalars (own rate, no decay)."""
     groups: dict[str, list[nn.Parameter]] = {"weights": [], "queries": [], "scalars": []}
     for name, parameter in model.named_parameters():
         leaf = name.rsplit(".", 1)[-1]
-        kind = {"query": "queries", "raw_decay": "scalars", "raw_step": "scalars"}.get(leaf, "weights")
+        kind = KINDS.get(leaf, "weights")
         groups[kind].append(parameter)
     settings = [
         {"params": groups["weights"], "base_lr": schedule.lr, "weight_decay": schedule.weight_decay},
