@@ -12,7 +12,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.config import ModelConfig, TiedBlockConfig
+from models.config import ModelConfig, TiedBlockConfig
 
 # Cutting a normal at two of its own standard deviations leaves a standard deviation of 0.8796; dividing by it restores
 # the one asked for.

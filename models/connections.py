@@ -16,8 +16,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.ops import attention_residual_update, score, wide
-from trainer.config import (
+from models.config import (
     AttentionResidualConfig,
     CarryLastConfig,
     ConnectionConfig,
@@ -25,6 +24,7 @@ from trainer.config import (
     DampedFixedPointConfig,
     softplus_inverse,
 )
+from models.ops import attention_residual_update, score, wide
 
 M = TypeVar("M", bound="StateMemory | DecayMemory | HistoryMemory | FixedPointMemory")
 

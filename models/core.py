@@ -24,9 +24,9 @@ import torch.nn as nn
 from torch import Tensor
 
 from models.blocks import Linear, build_block, rms_norm, truncated_normal
+from models.config import AttentionResidualConfig, ModelConfig
 from models.connections import build_connection
 from models.halting import build_halting
-from trainer.config import AttentionResidualConfig, ModelConfig
 
 
 class NoMemory(NamedTuple):

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.blocks import Linear
+from models.config import DampedFixedPointConfig, ModelConfig
 from models.connections import FixedPointMemory, settled
-from trainer.config import DampedFixedPointConfig, ModelConfig
 
 
 class FixedHalting(nn.Module):

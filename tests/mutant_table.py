@@ -14,7 +14,7 @@ class Mutant(NamedTuple):
 
 CORE, BLOCKS, CONNECTIONS = "models/core.py", "models/blocks.py", "models/connections.py"
 UPDATE, LOSSES, HALTING = "models/ops/attention_residual.py", "models/losses.py", "models/halting.py"
-LOOP, OPTIM, CONFIG = "trainer/loop.py", "trainer/optim.py", "trainer/config.py"
+LOOP, OPTIM, CONFIG = "trainer/loop.py", "trainer/optim.py", "models/config.py"
 
 NEW_H = "    h = torch.sigmoid(x)[..., None] * wide(z) + torch.sigmoid(-x)[..., None] * h\n"
 NEW_LOG_D = "    log_d = torch.maximum(s, log_d - lam) + F.softplus(-x.abs())\n"

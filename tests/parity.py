@@ -7,8 +7,8 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
+from models.config import ConnectionConfig, DampedFixedPointConfig, ModelConfig, TiedBlockConfig
 from models.core import LoopedReasoner
-from trainer.config import ConnectionConfig, DampedFixedPointConfig, ModelConfig, TiedBlockConfig
 
 FIXTURES = Path(__file__).resolve().parent / "fixtures" / "parity"
 
@@ -113,3 +113,15 @@ def build_case(case: str, connection: ConnectionConfig, **parts: Any) -> LoopedR
     assert unused <= {f"{axis}.{leaf}" for axis in ("inner", "outer") for leaf in ("query", "raw_decay")}, unused
     model.load_state_dict({name: value for name, value in weights.items() if name not in unused}, strict=True)
     return model
+
+
+def same_gradients(case: str, model: LoopedReasoner, puzzle_gradient: Tensor | None) -> None:
+    """Every gradient of the trainer's step against the released one, to 1e-4 of its norm plus 1e-6."""
+    mine = {name: p.grad for name, p in model.named_parameters()} | {PUZZLE_ROWS: puzzle_gradient}
+    expected = {name if name == PUZZLE_ROWS else our_name(name): g for name, g in tensors(case, ".grads").items()}
+    assert mine.keys() == expected.keys()
+    for name, gradient in expected.items():
+        got = mine[name]
+        assert got is not None, name
+        gap, norm = (4 * got - gradient).norm().item(), gradient.norm().item()  # theirs is of the sum over 4 rows
+        assert gap <= 1e-4 * norm + 1e-6, f"{name}: off by {gap:.3g} at norm {norm:.3g}"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from trainer.config import AttentionResidualConfig, ConnectionConfig, ConstantStepConfig, ModelConfig
+from models.config import AttentionResidualConfig, ConnectionConfig, ConstantStepConfig, ModelConfig
 
 
 def rms(x: Tensor) -> Tensor:

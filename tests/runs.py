@@ -15,13 +15,14 @@ from torch import Tensor
 
 from data.arrays import DataMeta, Split
 from data.sudoku import Box, tokens_from_digits
+from models.config import ConnectionConfig
 from models.connections import StateMemory
 from models.core import LoopedReasoner, Memory
 from models.halting import QHead
 from tests.tiny import CARRY_LAST, model_config
 from trainer import loop
 from trainer.compose import SettingsT, compose_launch
-from trainer.config import ConnectionConfig, EvaluateConfig, SolveConfig, TrainConfig
+from trainer.config import EvaluateConfig, SolveConfig, TrainConfig
 
 BOX4, BOX9 = Box(2, 2), Box(3, 3)
 _RUNS = tempfile.TemporaryDirectory(prefix="longloop-tests-")  # removed when Python ends

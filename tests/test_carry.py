@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from data.sampler import Batch, TrainSampler
+from models.config import ConnectionConfig
 from models.core import LoopedReasoner, Memory
 from tests.tiny import (
     CARRY_LAST,
@@ -20,7 +21,7 @@ from tests.tiny import (
     residual,
     train_config,
 )
-from trainer.config import ConnectionConfig, TrainConfig
+from trainer.config import TrainConfig
 from trainer.loop import Carry, StepResult, empty_carry, forward_backward, mark_finished, replace_finished
 
 CONNECTIONS = [

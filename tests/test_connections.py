@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
+from models.config import AttentionResidualConfig, ConnectionConfig, ConstantStepConfig
 from models.connections import AttentionResidual, CarryLast, ConstantStep, FullAttentionResidual, build_connection
 from models.ops import attention_residual_update
 from tests.tiny import assert_close, constant_step, residual
-from trainer.config import AttentionResidualConfig, ConnectionConfig, ConstantStepConfig
 
 EPS = 1e-5
 FORGETS_ALL = 1e-320

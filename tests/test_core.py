@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from models.config import ModelConfig
 from models.connections import AttentionResidual, CarryLast, ConstantStep
 from models.core import LoopedReasoner, Memory
 from models.losses import segment_loss
@@ -23,7 +24,6 @@ from tests.tiny import (
     puzzles,
     residual,
 )
-from trainer.config import ModelConfig
 
 H, L = 2, 3
 FORGETS_ALL = 1e-320

@@ -12,12 +12,13 @@ from torch import Tensor
 from data.arrays import Split
 from data.build import load_csv_puzzles
 from data.sudoku import BLANK_TOKEN, Box, is_complete_solution
+from models.config import ConnectionConfig
 from models.core import LoopedReasoner, Memory
 from models.halting import QHead
 from tests.runs import BOX4, BOX9, Scripted, bundled, puzzles, reordered, steady, tiny
 from tests.tiny import CARRY_LAST, constant_step, residual
 from trainer.checkpoint import load_checkpoint
-from trainer.config import ConnectionConfig, EvalConfig
+from trainer.config import EvalConfig
 from trainer.errors import UserError
 from trainer.evaluator import Depth, Evaluation, decode_points, evaluate, resolve_depth, subset
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from models.connections import FixedPointMemory, settled
 from models.core import LoopedReasoner
-from tests.parity import PUZZLE_ROWS, build_case, facts, fprm_connection, fprm_parts, our_name, tensors
+from tests.parity import build_case, facts, fprm_connection, fprm_parts, same_gradients, tensors
 from tests.test_parity import TraceSampler, near
 from tests.tiny import train_config
 from trainer.loop import empty_carry, forward_backward, mark_finished, replace_finished
@@ -75,14 +75,7 @@ def test_training_segment(case: str) -> None:
     near(result.sums["cell_loss"], io["train.lm_loss"], "cell loss")
     near(result.sums["halt_loss"].float(), io["train.q_halt_loss"], "halting loss")
     same_solver(result.memory.outer, io, "train")
-    mine = {name: p.grad for name, p in model.named_parameters()} | {PUZZLE_ROWS: result.puzzle_gradient}
-    expected = {name if name == PUZZLE_ROWS else our_name(name): g for name, g in tensors(case, ".grads").items()}
-    assert mine.keys() == expected.keys()
-    for name, gradient in expected.items():
-        got = mine[name]
-        assert got is not None, name
-        gap, norm = (4 * got - gradient).norm().item(), gradient.norm().item()  # theirs is of the sum over 4 rows
-        assert gap <= 1e-4 * norm + 1e-6, f"{name}: off by {gap:.3g} at norm {norm:.3g}"
+    same_gradients(case, model, result.puzzle_gradient)
 
 
 @BY_CASE

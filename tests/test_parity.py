@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from data.sampler import Batch, TrainSampler
+from models.config import ConnectionConfig
 from models.connections import AttentionResidual, DecayMemory, FullAttentionResidual
 from models.core import LoopedReasoner, Memory
-from tests.parity import PUZZLE_ROWS, build_case, facts, our_name, tensors
+from tests.parity import build_case, facts, our_name, same_gradients, tensors
 from tests.tiny import CARRY_LAST, assert_close, residual, train_config
-from trainer.config import ConnectionConfig
 from trainer.loop import empty_carry, forward_backward, mark_finished, replace_finished
 
 TRM = ("trm_att", "trm_mlp")
@@ -87,14 +87,7 @@ def test_training_loss_and_gradients(case: str, connection: ConnectionConfig) ->
     near(result.sums["cell_loss"], io["train.lm_loss"], "cell loss")
     near(result.sums["halt_loss"].float(), io["train.q_halt_loss"], "halting loss")
     near(result.sums["cell_loss"] + 0.5 * result.sums["halt_loss"], io["train.loss"], "loss")
-    mine = {name: p.grad for name, p in model.named_parameters()} | {PUZZLE_ROWS: result.puzzle_gradient}
-    expected = {name if name == PUZZLE_ROWS else our_name(name): g for name, g in tensors(case, ".grads").items()}
-    assert mine.keys() == expected.keys()
-    for name, gradient in expected.items():
-        got = mine[name]
-        assert got is not None, name
-        gap, norm = (4 * got - gradient).norm().item(), gradient.norm().item()  # theirs is of the sum over 4 rows
-        assert gap <= 1e-4 * norm + 1e-6, f"{name}: off by {gap:.3g} at norm {norm:.3g}"
+    same_gradients(case, model, result.puzzle_gradient)
 
 
 class TraceSampler(TrainSampler):

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from models.config import ConnectionConfig
 from models.connections import DecayMemory, HistoryMemory, StateMemory
 from models.core import LoopedReasoner
 from models.losses import segment_loss
 from tests.tiny import CARRY_LAST, build, constant_step, model_config, parameter_gradients, puzzles, residual
-from trainer.config import ConnectionConfig, TrainerConfig
+from trainer.config import TrainerConfig
 from trainer.runtime import set_up
 
 CONNECTIONS = [CARRY_LAST, constant_step(0.5), residual(), residual(full=True)]

@@ -5,16 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from models.config import AttentionResidualConfig, CarryLastConfig, ConnectionConfig, ConstantStepConfig, ModelConfig
 from models.core import LoopedReasoner
-from trainer.config import (
-    AttentionResidualConfig,
-    CarryLastConfig,
-    ConnectionConfig,
-    ConstantStepConfig,
-    ModelConfig,
-    ScheduleConfig,
-    TrainConfig,
-)
+from trainer.config import ScheduleConfig, TrainConfig
 
 VOCAB, SEQ = 6, 9
 CARRY_LAST = CarryLastConfig(kind="carry_last")

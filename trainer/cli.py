@@ -30,6 +30,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
+from models.config import Settings
 from trainer.compose import (
     CONF,
     STAMP,
@@ -42,7 +43,7 @@ from trainer.compose import (
     task_values,
     validate,
 )
-from trainer.config import PROJECT, Settings, TrainConfig
+from trainer.config import PROJECT, TrainConfig
 from trainer.errors import UserError
 from trainer.mistakes import describe
 
@@ -83,7 +84,6 @@ def run_program(main: Callable[[], int | None]) -> NoReturn:
             setattr(sys, name, _Unread(stream))
     try:
         code = main() or 0
-        sys.stdout.flush()
     except (UserError, ValidationError) as error:
         _complain(_as_user_error(error))
         code = 2

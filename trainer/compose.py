@@ -29,7 +29,8 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import ValidationError
 from yaml import YAMLError
 
-from trainer.config import PROJECT, Settings
+from models.config import Settings
+from trainer.config import PROJECT
 from trainer.errors import UserError
 from trainer.mistakes import describe, explain, fields_of, first_line, flat, full_key, is_text
 

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from data.arrays import Split
 from data.sudoku import BLANK_TOKEN, Box, is_complete_solution
+from models.config import ModelConfig
 from models.core import LoopedReasoner, Memory
-from trainer.config import EvalConfig, ModelConfig, ScheduleConfig
+from trainer.config import EvalConfig, ScheduleConfig
 from trainer.errors import UserError
 
 

@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from trainer.config import Settings
+from models.config import Settings
 
 SHOWN = 3  # mistakes told in one line
 
