@@ -7,12 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.connections import FixedPointMemory, settled
+from models.connections import DampedFixedPoint, FixedPointMemory, settled
 from models.core import LoopedReasoner
 from tests.parity import build_case, facts, fprm_connection, fprm_parts, same_gradients, tensors
+from tests.runs import BOX4, puzzles
 from tests.test_parity import TraceSampler, near
 from tests.tiny import train_config
+from trainer.evaluator import Depth, evaluate
 from trainer.loop import empty_carry, forward_backward, mark_finished, replace_finished
+from trainer.optim import build_adamw
 
 BY_CASE = pytest.mark.parametrize("case", ["fprm_conv1d", "fprm_conv2d"])
 
@@ -103,3 +106,35 @@ def test_rows_are_replaced_when_they_settle(case: str) -> None:
         carry = mark_finished(carry, result, model, config, exploration)
         assert torch.equal(carry.segments.int(), io[f"{at}.steps"])
         assert torch.equal(carry.finished, io[f"{at}.halted"])
+
+
+def test_scales_take_no_weight_decay() -> None:
+    model = released("fprm_conv2d")
+    groups = build_adamw(model, train_config(model.config).schedule).param_groups
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    spared = {names[id(p)] for group in groups if group["weight_decay"] == 0 for p in group["params"]}
+    assert spared == {"block.raw_alpha_1", "block.raw_alpha_2"}
+
+
+def test_evaluation_in_the_midst_of_training_uses_its_own_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, modes, step = released("fprm_conv2d").train(), [], DampedFixedPoint.step
+
+    def watched(self: DampedFixedPoint, memory: FixedPointMemory, z: Tensor) -> FixedPointMemory:
+        modes.append(self.training)
+        return step(self, memory, z)
+
+    monkeypatch.setattr(DampedFixedPoint, "step", watched)
+    evaluate(model, puzzles(BOX4, 2), BOX4, Depth(1, 1, 3))
+    assert modes == [False] * 3 and model.training
+
+
+def test_noisy_starts_are_the_puzzles_own() -> None:
+    """Any batch size gives the same answers, and another row's noise another state."""
+    config = facts("fprm_conv2d")["config"]
+    model = build_case("fprm_conv2d", fprm_connection(config), **fprm_parts(config) | {"initial_state": "noise"})
+    split = puzzles(BOX4, 5)
+    answers = [evaluate(model, split, BOX4, Depth(1, 1, 2), batch_size=size).answers for size in (1, 2, 5)]
+    assert all((answers[0] == other).all() for other in answers[1:])
+    first, again, other = (model.start(1, torch.tensor([key])).outer.h for key in (3, 3, 4))
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    assert not torch.equal(first[:, 0], first[:, 1])
