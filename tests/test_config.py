@@ -90,6 +90,7 @@ def test_default_run_is_the_papers_recipe():
         "lr": 1e-4,
         "warmup_steps": 2000,
         "lr_min_ratio": 1.0,
+        "optimizer": "adamw",
         "weight_decay": 1.0,
         "adam_beta1": 0.9,
         "adam_beta2": 0.95,

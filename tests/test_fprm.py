@@ -15,7 +15,7 @@ from tests.test_parity import TraceSampler, near
 from tests.tiny import train_config
 from trainer.evaluator import Depth, evaluate
 from trainer.loop import empty_carry, forward_backward, mark_finished, replace_finished
-from trainer.optim import build_adamw
+from trainer.optim import build_optimizer
 
 BY_CASE = pytest.mark.parametrize("case", ["fprm_conv1d", "fprm_conv2d"])
 
@@ -110,7 +110,7 @@ def test_rows_are_replaced_when_they_settle(case: str) -> None:
 
 def test_scales_take_no_weight_decay() -> None:
     model = released("fprm_conv2d")
-    groups = build_adamw(model, train_config(model.config).schedule).param_groups
+    groups = build_optimizer(model, train_config(model.config).schedule).param_groups
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     spared = {names[id(p)] for group in groups if group["weight_decay"] == 0 for p in group["params"]}
     assert spared == {"block.raw_alpha_1", "block.raw_alpha_2"}

@@ -6,7 +6,7 @@ import torch.nn as nn
 
 from tests.parity import facts, tensors
 from tests.tiny import assert_close, build, constant_step, model_config, residual, train_config
-from trainer.optim import AveragedWeights, build_adamw, lr_factor, set_lr, sign_sgd
+from trainer.optim import AveragedWeights, build_optimizer, lr_factor, set_lr, sign_sgd
 
 
 @pytest.mark.parametrize("case", range(6))
@@ -37,7 +37,7 @@ def test_adamw_trajectory() -> None:
     schedule = train_config(
         model_config(), adam_beta1=told["beta1"], adam_beta2=told["beta2"], adam_eps=told["eps"], **settings
     ).schedule
-    optimizer = build_adamw(model, schedule)
+    optimizer = build_optimizer(model, schedule)
     for step in range(1, 7):
         set_lr(optimizer, lr_factor(step, told["num_warmup_steps"], told["num_training_steps"], told["min_ratio"]))
         assert optimizer.param_groups[0]["lr"] == pytest.approx(told["lr_per_step"][step - 1], rel=1e-9)
@@ -48,13 +48,50 @@ def test_adamw_trajectory() -> None:
         assert_close(model.query.detach(), io[f"adamw.nodecay.{step}"], 1e-6, f"no decay {step}")
 
 
+def test_adam_atan2_trajectory() -> None:
+    """Six steps on the same start, gradients and rates as above, to 1e-6 of the formula's path in float64."""
+    io, told = tensors("optim"), facts("optim")
+    adamw, atan2 = told["adamw"], told["adam_atan2"]
+    model = Toy(io["adamw.decay.0"], io["adamw.nodecay.0"])
+    schedule = train_config(
+        model_config(),
+        optimizer="adam_atan2",
+        lr=adamw["base_lr"],
+        weight_decay=atan2["weight_decay"],
+        adam_beta1=atan2["beta1"],
+        adam_beta2=atan2["beta2"],
+    ).schedule
+    optimizer = build_optimizer(model, schedule)
+    for step, lr in enumerate(adamw["lr_per_step"], start=1):
+        set_lr(optimizer, lr / adamw["base_lr"])
+        model.weight.grad = io[f"adamw.grad_decay.{step}"].clone()
+        optimizer.step()
+        assert_close(model.weight.detach(), io[f"adam_atan2.{step}"], 1e-6, f"step {step}")
+    assert torch.equal(model.query.detach(), io["adamw.nodecay.0"]), "no gradient, no step"
+
+
+def test_adam_atan2_does_not_care_for_the_gradient_s_scale() -> None:
+    """Gradients a million times as large or small give the same steps, which is why it needs no eps."""
+    steps = []
+    for scale in (1e-6, 1.0, 1e6):
+        model = Toy(torch.zeros(3, 2), torch.zeros(2))
+        optimizer = build_optimizer(model, train_config(model_config(), optimizer="adam_atan2").schedule)
+        set_lr(optimizer, 1.0)
+        for seed in range(3):
+            model.weight.grad = scale * torch.randn(3, 2, generator=torch.Generator().manual_seed(seed))
+            optimizer.step()
+        steps.append(model.weight.detach().clone())
+    assert_close(steps[0], steps[1], 1e-5)
+    assert_close(steps[2], steps[1], 1e-5)
+
+
 def test_groups() -> None:
     """Queries and connection scalars carry no weight decay, scalars have their own rate; each parameter is in one group."""
     model = build(
         model_config(residual(), axes="outer", other_connection=constant_step(0.5, learned=True), positions="learned")
     )
     schedule = train_config(model.config, lr=1e-3, decay_lr=3e-2, weight_decay=0.7).schedule
-    optimizer = build_adamw(model, schedule)
+    optimizer = build_optimizer(model, schedule)
     set_lr(optimizer, 0.5)
     found = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     names = dict(model.named_parameters())
@@ -70,7 +107,7 @@ def test_a_learned_beta_moves_at_its_own_rate() -> None:
     """A step moves raw_decay by about decay_lr, far more than lr: else a sweep over beta0 would measure the budget."""
     model = build(model_config(residual(0.55)))
     schedule = train_config(model.config, lr=1e-4, decay_lr=1e-2).schedule
-    optimizer = build_adamw(model, schedule)
+    optimizer = build_optimizer(model, schedule)
     raw = dict(model.named_parameters())["inner.raw_decay"]
     before = raw.item()
     for parameter in model.parameters():

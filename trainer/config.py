@@ -103,10 +103,13 @@ class ScheduleConfig(Settings):
     warmup_steps: int = Field(ge=0)
     lr_min_ratio: float = Field(ge=0, le=1)
     """Cosine floor as a share of lr; 1 keeps lr constant after warm-up."""
+    optimizer: Literal["adamw", "adam_atan2"] = "adamw"
+    """adam_atan2: TRM's, which has no eps."""
     weight_decay: float = Field(ge=0)
     adam_beta1: float = Field(ge=0, lt=1)
     adam_beta2: float = Field(ge=0, lt=1)
     adam_eps: float = Field(gt=0)
+    """adamw alone."""
     decay_lr: float = Field(gt=0)
     """Learning rate of connection scalars (raw decay, raw step); Adam moves them by about decay_lr a step."""
     puzzle_emb_lr: float = Field(ge=0)

@@ -26,7 +26,7 @@ from trainer.config import TrainConfig
 from trainer.errors import UserError
 from trainer.evaluator import evaluate, resolve_depth
 from trainer.metrics import Tracker, progress_bar
-from trainer.optim import AveragedWeights, build_adamw, lr_factor, set_lr, sign_sgd
+from trainer.optim import AveragedWeights, build_optimizer, lr_factor, set_lr, sign_sgd
 from trainer.report import choose_subset, final_report, refuse_too_many
 from trainer.run_dir import record_run, refuse_used
 from trainer.runtime import Runtime, free_memory, seed_everything, set_up
@@ -232,7 +232,7 @@ def train(config: TrainConfig) -> dict[str, Any]:
     micro_batch = announce(model, config, data, runtime)
 
     schedule, settings = config.schedule, config.trainer
-    optimizer, averaged = build_adamw(model, schedule), AveragedWeights(model, schedule.ema)
+    optimizer, averaged = build_optimizer(model, schedule), AveragedWeights(model, schedule.ema)
     sampler = TrainSampler(data.train, data.meta.box, config.data.num_aug, config.seed, config.data.seed)
     exploration = torch.Generator().manual_seed(config.seed)
     carry, drawn = empty_carry(model, schedule.global_batch), 0

@@ -1,6 +1,8 @@
-"""Optimizers, schedule and averaged weights: AdamW, sign-SGD for puzzle embeddings, warm-up with cosine floor, EMA."""
+"""Optimizers, schedule and averaged weights: AdamW, AdamATan2, sign-SGD for puzzle embeddings, cosine floor, EMA."""
 
 import math
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -27,8 +29,37 @@ KINDS = {
 """Parameters that are no plain weights, by the last part of their name."""
 
 
-def build_adamw(model: nn.Module, schedule: ScheduleConfig) -> torch.optim.AdamW:
-    """AdamW over three groups: weights, queries and FPRM's scales (no decay), connection scalars (own rate, no decay)."""
+class AdamATan2(torch.optim.Optimizer):
+    """Adam with atan2 in place of the division (Everett and others, arXiv 2407.05872), as TRM trains with.
+
+    p <- p (1 - lr weight_decay) - lr atan2(m / (1 - beta1^t), sqrt(v / (1 - beta2^t))): no eps, and a step never exceeds
+    lr pi / 2. Groups may carry a weight decay and lr of their own. State and updates are in the parameter's dtype.
+    """
+
+    def __init__(self, params: Iterable[dict[str, Any]], lr: float, betas: tuple[float, float]):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        assert closure is None, "the gradients are there when step is called"
+        for group in self.param_groups:
+            (beta1, beta2), lr = group["betas"], group["lr"]
+            moved = [p for p in group["params"] if p.grad is not None]
+            for p in moved:
+                if not self.state[p]:
+                    self.state[p] = {"step": 0, "mean": torch.zeros_like(p), "square": torch.zeros_like(p)}
+                state = self.state[p]
+                state["step"] += 1
+                state["mean"].lerp_(p.grad, 1 - beta1)
+                state["square"].mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
+                mean = state["mean"] / (1 - beta1 ** state["step"])
+                size = (state["square"] / (1 - beta2 ** state["step"])).sqrt_()
+                p.mul_(1 - lr * group["weight_decay"]).sub_(torch.atan2(mean, size), alpha=lr)
+
+
+def build_optimizer(model: nn.Module, schedule: ScheduleConfig) -> torch.optim.Optimizer:
+    """AdamW or AdamATan2 over three groups: weights, queries and FPRM's scales (no decay), connection scalars (own rate,
+    no decay)."""
     groups: dict[str, list[nn.Parameter]] = {"weights": [], "queries": [], "scalars": []}
     for name, parameter in model.named_parameters():
         leaf = name.rsplit(".", 1)[-1]
@@ -39,10 +70,13 @@ def build_adamw(model: nn.Module, schedule: ScheduleConfig) -> torch.optim.AdamW
         {"params": groups["queries"], "base_lr": schedule.lr, "weight_decay": 0.0},
         {"params": groups["scalars"], "base_lr": schedule.decay_lr, "weight_decay": 0.0},
     ]
+    used, betas = [g for g in settings if g["params"]], (schedule.adam_beta1, schedule.adam_beta2)
+    if schedule.optimizer == "adam_atan2":
+        return AdamATan2(used, schedule.lr, betas)
     return torch.optim.AdamW(
-        [g for g in settings if g["params"]],
+        used,
         lr=schedule.lr,
-        betas=(schedule.adam_beta1, schedule.adam_beta2),
+        betas=betas,
         eps=schedule.adam_eps,
         fused=next(model.parameters()).device.type in ("cpu", "cuda"),
     )
