@@ -45,7 +45,7 @@ MUTANTS = (
         "grad_outer_cycles if torch.is_grad_enabled() else 0",
         "H_cycles if torch.is_grad_enabled() and grad_outer_cycles else 0",
     ),
-    Mutant("input gets no gradient", CORE, "requires_grad_()), x\n", "requires_grad_()), x_here\n"),
+    Mutant("input gets no gradient", CORE, "_floating_point())), x\n", "_floating_point())), x_here\n"),
     Mutant("gradient of one outer cycle too few", CORE, "outer >= H_cycles - grad", "outer > H_cycles - grad"),
     Mutant("halting head reads the mean", CORE, "self.halting.read(h[:, 0])", "self.halting.read(h.mean(1))"),
     Mutant(

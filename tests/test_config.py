@@ -249,7 +249,7 @@ def test_a_learned_step_of_one_is_refused_by_name():
         ("trainer.micro_batch", 0, "trainer.micro_batch=0: expected auto or an integer > 0"),
         ("trainer.threads", 0, "trainer.threads=0: expected an integer > 0 or null"),
         ("eval.n", "some", "eval.n=some: expected auto, all or an integer > 0"),
-        ("eval.halting", True, "eval.halting=true: expected on or off"),
+        ("eval.halting", True, "eval.halting=true: expected on, off or batch_residual"),
         ("model.axes", "inside", "model.axes=inside: expected both, inner or outer"),
         ("model.connection.kind", "foo", "model.connection.kind=foo: expected one of carry_last, constant_step"),
         ("model.connection.kind", "constant_step", "model/connection=<kind> chooses a connection whole"),
