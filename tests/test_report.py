@@ -309,7 +309,7 @@ def test_n_auto_keeps_to_its_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_published_curve_is_for_the_same_setting_alone() -> None:
     model = {"hidden_size": 512, "mixer": "attention", "axes": "both", "connection": {"kind": "attention_residual"}}
     here = {"model": "infiloop", "model_settings": model, "data": "Sudoku-Extreme", "split": "test", "halting": "off"}
-    here |= {"H_cycles": 6, "L_cycles": 12}
+    here |= {"H_cycles": 6, "L_cycles": 12, "starts": 1}
     published = published_curve(here)
     assert published is not None and len(published[0]) == len(published[1])
     trm = here | {"model": "trm", "model_settings": model | {"connection": {"kind": "carry_last"}}}
@@ -317,7 +317,7 @@ def test_published_curve_is_for_the_same_setting_alone() -> None:
     assert other is not None and other[1] != published[1]
     changes = [
         {"data": "generated-sudoku9-any"}, {"split": "validation"}, {"split": "own puzzles"}, {"H_cycles": 3},
-        {"L_cycles": 6}, {"halting": "on"}, {"model": "mine"}, {"model": "trm"},
+        {"L_cycles": 6}, {"halting": "on"}, {"model": "mine"}, {"model": "trm"}, {"starts": 2},
     ]  # fmt: skip
     assert all(published_curve(here | change) is None for change in changes)
     for change in ({"hidden_size": 96}, {"mixer": "mlp"}, {"axes": "inner"}, {"connection": {"kind": "constant_step"}}):

@@ -116,15 +116,17 @@ def decode_points(depth: Depth, decode: Literal["segment", "outer_update"]) -> l
 
 
 class _Batch:
-    """The puzzles of a batch: counts per decoded depth, as soon as all their starts have got there."""
+    """The puzzles of a batch: counts per decoded depth, as soon as all their starts have got there.
+
+    Only the first `real` puzzles count; the others fill up the last batch.
+    """
 
     def __init__(
         self, tokens: Tensor, labels: Tensor, real: int, box: Box, points: list[int], starts: int, choose: Choose
     ):
-        self.tokens, self.labels, self.box, self.starts, self.choose = tokens, labels, box, starts, choose
-        self.real = (
-            torch.arange(len(tokens), device=tokens.device) < real
-        )  # filler rows of the last batch count nowhere
+        self.tokens, self.labels, self.box, self.starts = tokens, labels, box, starts
+        self.choose: Choose = choose
+        self.real = torch.arange(len(tokens), device=tokens.device) < real
         self.blank = tokens == BLANK_TOKEN
         self.recognised = torch.zeros_like(self.real)
         self.waiting: dict[int, list[Readings]] = {point: [] for point in points}
@@ -172,7 +174,7 @@ class _Pass:
         self.said: Readings | None = None
 
     def run(self, memory: Memory, x: Tensor, progress: Callable[[int], object] | None) -> None:
-        self.done, self.before = 0, memory.outer.h
+        self.done, self.before = 0, memory.outer.h if self.measuring else None
         depth, rows = self.depth, int(self.real.sum())
 
         def after_outer(memory: Memory) -> None:
@@ -180,7 +182,7 @@ class _Pass:
             if self.done in self.points:  # the end of a segment always is
                 self._read(memory)
                 self._report(self.done)
-            self.before = memory.outer.h
+            self.before = memory.outer.h if self.measuring else None
             if progress is not None:
                 progress(rows)
 
@@ -196,7 +198,7 @@ class _Pass:
         """Take in what the rows still running say, then which of them halt."""
         (logits, q), outer, H = self.model.decode(memory), memory.outer, self.depth.H_cycles
         moved = nothing = torch.zeros(len(logits), device=logits.device)
-        if self.measuring:
+        if self.before is not None:
             moved = (outer.h.float() - self.before.float()).square().flatten(1).mean(1).sqrt()
         segments = torch.full_like(nothing, math.ceil(self.done / H), dtype=torch.int32)
         now = Readings(logits.argmax(-1).to(torch.uint8), moved, nothing if q is None else q, segments)
@@ -272,9 +274,20 @@ def evaluate(
     per_update = model.config.applications_per_update(depth.L_cycles)
     rows = [
         DepthRow(
-            u, u * per_update, u * per_update * model.config.layers, n, *row[:2], cells, *row[2:4], starts, *row[4:]
+            u,
+            u * per_update,
+            u * per_update * model.config.layers,
+            n,
+            c[0],
+            c[1],
+            cells,
+            c[2],
+            c[3],
+            starts,
+            c[4],
+            c[5],
         )
-        for u, row in zip(points, sums.tolist(), strict=True)
+        for u, c in zip(points, sums.tolist(), strict=True)
     ]
     return Evaluation(depth, rows, np.concatenate(answers), np.concatenate(exact), np.concatenate(segments_used))
 
