@@ -26,7 +26,7 @@ from models.config import (
     NoisyRelaxationConfig,
     softplus_inverse,
 )
-from models.noise import keyed_normal
+from models.noise import advance, normal, streams
 from models.ops import attention_residual_update, score, wide
 
 M = TypeVar("M", bound="StateMemory | DecayMemory | HistoryMemory | FixedPointMemory | NoisyMemory")
@@ -79,10 +79,8 @@ class NoisyMemory(NamedTuple):
 
     h: Tensor
     """[B, T, D]"""
-    key: Tensor
-    """int64 [B]"""
-    steps: Tensor
-    """int64 [B], steps since the puzzle began."""
+    stream: Tensor
+    """int64 [B, 2], models/noise.py"""
     noise: Tensor
     """float32 [B], standard deviation."""
 
@@ -285,21 +283,20 @@ class NoisyRelaxation(Connection[NoisyMemory]):
         self.config = config
 
     def init(self, z_0: Tensor) -> NoisyMemory:
-        rows = torch.arange(len(z_0), device=z_0.device)
         noise = torch.full((len(z_0),), self.config.noise, device=z_0.device)
-        return NoisyMemory(wide(z_0), rows, torch.zeros_like(rows), noise)
+        return NoisyMemory(wide(z_0), streams(torch.arange(len(z_0), device=z_0.device)), noise)
 
     def keyed(self, memory: NoisyMemory, keys: Tensor, noise: float | None) -> NoisyMemory:
         level = memory.noise if noise is None else torch.full_like(memory.noise, noise)
-        return memory._replace(key=keys.to(memory.key.device), noise=level)
+        return memory._replace(stream=streams(keys.to(memory.stream.device)), noise=level)
 
     def restart(self, memory: NoisyMemory) -> NoisyMemory:
         return memory
 
     def step(self, memory: NoisyMemory, z: Tensor) -> NoisyMemory:
-        a, drawn = self.config.step, keyed_normal(memory.key, memory.steps, memory.h.shape[1:])
+        a, drawn = self.config.step, normal(memory.stream, memory.h.shape[1:])
         h = (1 - a) * memory.h + a * wide(z) + memory.noise.detach()[:, None, None] * drawn
-        return memory._replace(h=h, steps=memory.steps + 1)
+        return memory._replace(h=h, stream=advance(memory.stream))
 
 
 def build_connection(config: ConnectionConfig, width: int, eps: float) -> Connection:

@@ -126,8 +126,8 @@ MUTANTS = (
         "(1 - c) * wide(z) + c * memory.h",
     ),
     Mutant("noise dropped", CONNECTIONS, " + memory.noise.detach()[:, None, None] * drawn", ""),
-    Mutant("noise ignores the puzzle's key", CONNECTIONS, "key=keys.to(memory.key.device), ", ""),
-    Mutant("the same noise at every step", CONNECTIONS, "h=h, steps=memory.steps + 1", "h=h"),
+    Mutant("noise ignores the puzzle's key", CONNECTIONS, "stream=streams(keys.to(memory.stream.device)), ", ""),
+    Mutant("the same noise at every step", CONNECTIONS, "h=h, stream=advance(memory.stream)", "h=h"),
     Mutant(
         "noise at the wrong size",
         CONNECTIONS,

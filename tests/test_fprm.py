@@ -3,7 +3,6 @@
 Tolerances are the fixtures' own: outputs 1e-4 absolute, a gradient 1e-4 of its norm plus 1e-6, decisions exact.
 """
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,13 +15,12 @@ from models.connections import DampedFixedPoint, FixedPointMemory
 from models.core import LoopedReasoner
 from models.halting import ResidualHalting
 from tests.parity import build_case, facts, fprm_connection, fprm_parts, same_gradients, tensors
-from tests.runs import BOX4, evaluating, puzzles, tiny, train_only
+from tests.runs import BOX4, puzzles
 from tests.test_parity import TraceSampler, near
 from tests.tiny import damped, train_config
 from trainer.evaluator import Depth, evaluate
 from trainer.loop import empty_carry, forward_backward, mark_finished, replace_finished
 from trainer.optim import build_adamw
-from trainer.report import evaluate_program
 
 BY_CASE = pytest.mark.parametrize("case", ["fprm_conv1d", "fprm_conv2d"])
 
@@ -187,25 +185,6 @@ def test_rows_are_replaced_when_they_settle(case: str) -> None:
         carry = mark_finished(carry, result, model, config, exploration)
         assert torch.equal(carry.segments.int(), io[f"{at}.steps"])
         assert torch.equal(carry.finished, io[f"{at}.halted"])
-
-
-def test_results_say_that_batches_stopped_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The way of halting and the size of a batch are in the results and in the folder's name."""
-    lines = [
-        "model=fprm",
-        "model.mixer=attention",
-        "model.positions=rope",
-        "model.hidden_size=16",
-        "trainer.max_steps=2",
-    ]
-    alone = ["eval.H_cycles=1", "eval.L_cycles=1", "eval.segments=30", "eval.halting=batch_residual"]
-    run_dir = train_only(monkeypatch, tiny(tmp_path / "run", *lines, *alone))
-    for size in (2, 5):
-        results = evaluate_program(evaluating(run_dir, *alone, f"eval.batch_size={size}"))
-        assert (results["halting"], results["batch_size"], results["segments"]) == ("batch_residual", size, 30)
-        assert results["mean_segments"] <= results["max_segments"] <= 30
-    names = sorted(folder.name for folder in (run_dir / "evaluations").iterdir())
-    assert len(names) == 2 and [name.rpartition("-")[2] for name in names] == ["batch_residual2", "batch_residual5"]
 
 
 def test_scales_take_no_weight_decay() -> None:

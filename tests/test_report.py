@@ -254,6 +254,25 @@ def test_halting_is_refused_where_a_model_never_halts(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_results_say_that_batches_stopped_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way of halting and the size of a batch are in the results and in the folder's name."""
+    lines = [
+        "model=fprm",
+        "model.mixer=attention",
+        "model.positions=rope",
+        "model.hidden_size=16",
+        "trainer.max_steps=2",
+    ]
+    alone = ["eval.H_cycles=1", "eval.L_cycles=1", "eval.segments=30", "eval.halting=batch_residual"]
+    run_dir = train_only(monkeypatch, tiny(tmp_path / "run", *lines, *alone))
+    for size in (2, 5):
+        results = evaluate_program(evaluating(run_dir, *alone, f"eval.batch_size={size}"))
+        assert (results["halting"], results["batch_size"], results["segments"]) == ("batch_residual", size, 30)
+        assert results["mean_segments"] <= results["max_segments"] <= 30
+    names = sorted(folder.name for folder in (run_dir / "evaluations").iterdir())
+    assert len(names) == 2 and [name.rpartition("-")[2] for name in names] == ["batch_residual2", "batch_residual5"]
+
+
 def test_results_by_empty_cells() -> None:
     """Puzzles with 1, 5 and 12 blanks, each bucket with its own count."""
     grids = puzzles(BOX4, 9)
