@@ -82,8 +82,18 @@ class DampedFixedPointConfig(Settings):
     """Residual halting also ends a puzzle whose s is below this."""
 
 
+class NoisyRelaxationConfig(Settings):
+    """h_t = (1 - a) h_{t-1} + a z_t + noise (EqR)."""
+
+    kind: Literal["noisy_relaxation"]
+    step: float = Field(gt=0, le=1)
+    """a."""
+    noise: float = Field(ge=0)
+    """Standard deviation of the noise in training, and in evaluation unless eval.noise says otherwise."""
+
+
 ConnectionConfig = Annotated[
-    CarryLastConfig | ConstantStepConfig | AttentionResidualConfig | DampedFixedPointConfig,
+    CarryLastConfig | ConstantStepConfig | AttentionResidualConfig | DampedFixedPointConfig | NoisyRelaxationConfig,
     Field(discriminator="kind"),
 ]
 
@@ -206,6 +216,13 @@ class ModelConfig(Settings):
 
     def axis_connection(self, axis: Literal["inner", "outer"]) -> ConnectionConfig:
         return self.connection if self.axes in ("both", axis) else self.other_connection
+
+    def noise_levels(self) -> list[float]:
+        """Noise of the connections in use that draw any, be it 0."""
+        used = [self.axis_connection("outer")]
+        if self.recursion == "nested":
+            used.append(self.axis_connection("inner"))
+        return [connection.noise for connection in used if isinstance(connection, NoisyRelaxationConfig)]
 
 
 def softplus_inverse(y: float) -> float:

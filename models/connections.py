@@ -5,7 +5,8 @@ Shapes: B puzzles, T positions (puzzle tokens, then cells), D width, K candidate
 A connection is a module with three calls. `init(z_0)` makes a memory from a state [B, T, D]; `step(memory, z)` takes the
 candidate [B, T, D] in; `memory.h` is what the next loop step reads. Memories are NamedTuples of tensors whose first axis
 is the puzzle, so slicing, resetting, detaching and saving a carry need to know nothing else about them. `reset` gives the
-chosen rows a fresh memory; `restart` forgets everything but the present state.
+chosen rows a fresh memory; `restart` forgets everything but the present state. A connection that draws noise takes it from
+the puzzle's own stream, which `keyed` hands it.
 """
 
 import math
@@ -22,11 +23,13 @@ from models.config import (
     ConnectionConfig,
     ConstantStepConfig,
     DampedFixedPointConfig,
+    NoisyRelaxationConfig,
     softplus_inverse,
 )
+from models.noise import advance, normal, streams
 from models.ops import attention_residual_update, score, wide
 
-M = TypeVar("M", bound="StateMemory | DecayMemory | HistoryMemory | FixedPointMemory")
+M = TypeVar("M", bound="StateMemory | DecayMemory | HistoryMemory | FixedPointMemory | NoisyMemory")
 
 
 class StateMemory(NamedTuple):
@@ -71,6 +74,17 @@ class FixedPointMemory(NamedTuple):
     """[B], loop steps left before the step size shrinks."""
 
 
+class NoisyMemory(NamedTuple):
+    """Memory of the noisy relaxation: the state, float32 (float64 stays), and the puzzle's place in its stream of noise."""
+
+    h: Tensor
+    """[B, T, D]"""
+    stream: Tensor
+    """int64 [B, 2], models/noise.py"""
+    noise: Tensor
+    """float32 [B], standard deviation."""
+
+
 def where_rows(rows: Tensor, fresh: Tensor, old: Tensor) -> Tensor:
     """`fresh` where `rows` [B] is true, else `old`; both [B, ...]."""
     return torch.where(rows.view(-1, *[1] * (old.dim() - 1)), fresh, old)
@@ -84,6 +98,11 @@ class Connection(nn.Module, Generic[M]):
 
     def step(self, memory: M, z: Tensor) -> M:
         raise NotImplementedError
+
+    def keyed(self, memory: M, keys: Tensor, noise: float | None) -> M:
+        """The memory with streams of noise of its own for the puzzles, keys int64 [B], at this standard deviation (None:
+        as in training); for a connection that draws none, the memory as it is."""
+        return memory
 
     def reset(self, memory: M, fresh: M, rows: Tensor) -> M:
         """Memory with the rows [B] (bool) taken from `fresh`, the others untouched bit for bit."""
@@ -252,6 +271,34 @@ def settled(memory: FixedPointMemory, config: DampedFixedPointConfig) -> Tensor:
     return (memory.residual < config.threshold) | (memory.step_size < config.smallest_step)
 
 
+class NoisyRelaxation(Connection[NoisyMemory]):
+    """h_t = (1 - a) h_{t-1} + a z_t + sigma * noise, as in the released EqR, which adds it in evaluation too.
+
+    The noise of a step is a function of the puzzle's key and the number of steps since it began (there: of the global
+    generator), so a puzzle's states are its own in any batch, micro-batch and order.
+    """
+
+    def __init__(self, config: NoisyRelaxationConfig):
+        super().__init__()
+        self.config = config
+
+    def init(self, z_0: Tensor) -> NoisyMemory:
+        noise = torch.full((len(z_0),), self.config.noise, device=z_0.device)
+        return NoisyMemory(wide(z_0), streams(torch.arange(len(z_0), device=z_0.device)), noise)
+
+    def keyed(self, memory: NoisyMemory, keys: Tensor, noise: float | None) -> NoisyMemory:
+        level = memory.noise if noise is None else torch.full_like(memory.noise, noise)
+        return memory._replace(stream=streams(keys.to(memory.stream.device)), noise=level)
+
+    def restart(self, memory: NoisyMemory) -> NoisyMemory:
+        return memory
+
+    def step(self, memory: NoisyMemory, z: Tensor) -> NoisyMemory:
+        a, drawn = self.config.step, normal(memory.stream, memory.h.shape[1:])
+        h = (1 - a) * memory.h + a * wide(z) + memory.noise.detach()[:, None, None] * drawn
+        return memory._replace(h=h, stream=advance(memory.stream))
+
+
 def build_connection(config: ConnectionConfig, width: int, eps: float) -> Connection:
     if isinstance(config, CarryLastConfig):
         return CarryLast()
@@ -259,5 +306,7 @@ def build_connection(config: ConnectionConfig, width: int, eps: float) -> Connec
         return ConstantStep(config)
     if isinstance(config, DampedFixedPointConfig):
         return DampedFixedPoint(config)
+    if isinstance(config, NoisyRelaxationConfig):
+        return NoisyRelaxation(config)
     streaming = config.kind == "attention_residual"
     return AttentionResidual(config, width, eps) if streaming else FullAttentionResidual(config, width, eps)

@@ -117,14 +117,12 @@ class LoopedReasoner(nn.Module):
             x = math.sqrt(0.5) * (x + self.position_embedding)
         return (math.sqrt(width) * x).to(self.compute_dtype)
 
-    def _initial_states(self, batch: int, keys: Tensor | None) -> list[Tensor]:
+    def _initial_states(self, batch: int, keys: Tensor) -> list[Tensor]:
         """First states of the outer and (nested) the inner axis, [B, T, D] each in the compute dtype."""
         shape = (self.config.puzzle_tokens + self.seq_len, self.config.hidden_size)
         axes = [self.H_init] if self.flat else [self.H_init, self.L_init]
         if self.config.initial_state == "fixed":
             return [vector.to(self.compute_dtype).expand(batch, *shape).contiguous() for vector in axes]
-        keys = torch.arange(batch) if keys is None else keys
-        assert len(keys) == batch
         rows = [[] for _ in axes]
         for key in keys.tolist():
             generator = torch.Generator().manual_seed(key)
@@ -133,14 +131,21 @@ class LoopedReasoner(nn.Module):
         return [torch.stack(states).to(self.H_init.device, self.compute_dtype) for states in rows]
 
     @torch.no_grad()
-    def start(self, batch: int, keys: Tensor | None = None) -> Memory:
+    def start(self, batch: int, keys: Tensor | None = None, noise: float | None = None) -> Memory:
         """Fresh memories of `batch` puzzles.
 
-        `keys` [B] (int64 >= 0) seed the initial noise of each puzzle where the model has any (row numbers when not given),
-        so that a puzzle's answer does not depend on the batch it is in.
+        `keys` [B] (int64 >= 0) seed each puzzle's noise, in its initial states and its connections, where the model has any
+        (row numbers when not given), so that a puzzle's answer does not depend on the batch it is in. `noise` replaces the
+        standard deviation that the connections have in training.
         """
+        keys = torch.arange(batch) if keys is None else keys
+        assert len(keys) == batch
         outer, *inner = self._initial_states(batch, keys)
-        return Memory(NoMemory() if self.inner is None else self.inner.init(*inner), self.outer.init(outer))
+        return Memory(
+            # Keys are not negative, so the other axis' stream, of ~key, is no puzzle's outer one.
+            NoMemory() if self.inner is None else self.inner.keyed(self.inner.init(*inner), ~keys, noise),
+            self.outer.keyed(self.outer.init(outer), keys, noise),
+        )
 
     @torch.no_grad()
     def reset(self, memory: Memory, rows: Tensor, keys: Tensor | None = None) -> Memory:
@@ -184,7 +189,7 @@ class LoopedReasoner(nn.Module):
             if outer == H_cycles - grad_outer_cycles:
                 # All differentiated updates, the first too, then see inputs alike, and so share one compiled graph; the
                 # others share theirs with evaluation, where x has no gradient either.
-                memory, x_here = memory.map(lambda t: t.detach().requires_grad_()), x
+                memory, x_here = memory.map(lambda t: t.detach().requires_grad_(t.is_floating_point())), x
             with torch.set_grad_enabled(outer >= H_cycles - grad_outer_cycles):
                 if self.inner is None:
                     for _ in range(L_cycles):

@@ -68,6 +68,12 @@ class ResidualHalting(QHead):
     def wants_to_halt(self, logit: Tensor | None, outer: FixedPointMemory) -> Tensor:
         return settled(outer, self.connection)
 
+    def batch_wants_to_halt(self, outer: FixedPointMemory, counted: Tensor) -> Tensor:
+        """bool []: whether all rows of a batch stop, as in the released FPRM: when the `counted` rows [B] (bool) are all at
+        a fixed point, or all have too small a step size."""
+        at_rest = outer.residual[counted].amax() < self.connection.threshold
+        return at_rest | (outer.step_size[counted].amax() < self.connection.smallest_step)
+
 
 HaltingRule = FixedHalting | QHead
 

@@ -14,6 +14,7 @@ class Mutant(NamedTuple):
 
 CORE, BLOCKS, CONNECTIONS = "models/core.py", "models/blocks.py", "models/connections.py"
 UPDATE, LOSSES, HALTING = "models/ops/attention_residual.py", "models/losses.py", "models/halting.py"
+NOISE = "models/noise.py"
 LOOP, OPTIM, CONFIG = "trainer/loop.py", "trainer/optim.py", "models/config.py"
 
 NEW_H = "    h = torch.sigmoid(x)[..., None] * wide(z) + torch.sigmoid(-x)[..., None] * h\n"
@@ -45,7 +46,7 @@ MUTANTS = (
         "grad_outer_cycles if torch.is_grad_enabled() else 0",
         "H_cycles if torch.is_grad_enabled() and grad_outer_cycles else 0",
     ),
-    Mutant("input gets no gradient", CORE, "requires_grad_()), x\n", "requires_grad_()), x_here\n"),
+    Mutant("input gets no gradient", CORE, "_floating_point())), x\n", "_floating_point())), x_here\n"),
     Mutant("gradient of one outer cycle too few", CORE, "outer >= H_cycles - grad", "outer > H_cycles - grad"),
     Mutant("halting head reads the mean", CORE, "self.halting.read(h[:, 0])", "self.halting.read(h.mean(1))"),
     Mutant(
@@ -124,6 +125,22 @@ MUTANTS = (
         "c * wide(z) + (1 - c) * memory.h",
         "(1 - c) * wide(z) + c * memory.h",
     ),
+    Mutant("noise dropped", CONNECTIONS, " + memory.noise.detach()[:, None, None] * drawn", ""),
+    Mutant("noise ignores the puzzle's key", CONNECTIONS, "stream=streams(keys.to(memory.stream.device)), ", ""),
+    Mutant("the same noise at every step", CONNECTIONS, "h=h, stream=advance(memory.stream)", "h=h"),
+    Mutant(
+        "noise at the wrong size",
+        CONNECTIONS,
+        "level = memory.noise if noise is None else",
+        "level = memory.noise if True else",
+    ),
+    Mutant("both axes draw the same noise", CORE, "self.inner.init(*inner), ~keys", "self.inner.init(*inner), keys"),
+    Mutant(
+        "noise of places not mixed",
+        NOISE,
+        "_mix(_mix(place ^ first) ^ second) >> 8",
+        "_mix(place ^ first ^ second) >> 8",
+    ),
     Mutant("learned beta of 1 or more accepted", CONFIG, 'self.beta == "learned" and self.beta0 >= 1', "False"),
     # --- rows of the batch
     Mutant("state of a halted row kept", LOOP, "memory=model.reset(carry.memory, rows, keys)", "memory=carry.memory"),
@@ -177,6 +194,13 @@ MUTANTS = (
         "halting forced at step one", LOOP, "willing | (segments >= schedule.segments)", "willing | (segments >= 1)"
     ),
     Mutant("never halts early", LOOP, "willing | (segments >= schedule.segments)", "(segments >= schedule.segments)"),
+    Mutant(
+        "a batch halts when each row has settled in its own way",
+        HALTING,
+        "at_rest | (outer.step_size[counted].amax() < self.connection.smallest_step)",
+        "settled(outer, self.connection)[counted].all()",
+    ),
+    Mutant("filler rows hold a batch up", HALTING, "outer.residual[counted].amax()", "outer.residual.amax()"),
     Mutant("exploration ends rows", LOOP, "& (segments >= least)", "| (segments >= least)"),
     Mutant(
         "exploration from the global generator", HALTING, "torch.rand(batch, generator=generator)", "torch.rand(batch)"

@@ -26,7 +26,7 @@ from tests.mutant_table import MUTANTS, Mutant
 PROJECT = Path(__file__).resolve().parent.parent
 PACKAGES = ("models", "trainer", "data", "tests")
 # Quick and sharp ones first: a mutant's run ends at the first failure.
-TESTS = ("parity", "core", "carry", "halting", "losses", "optim", "blocks", "precision", "connections")
+TESTS = ("parity", "core", "carry", "halting", "losses", "optim", "blocks", "precision", "connections", "noise", "fprm")
 OPTIONS = ("-x", "-q", "--tb=short", "--timeout=120", "-m", "not slow", "-p", "no:cacheprovider", "-p", "no:xdist")
 # Each mutant has a process of its own, forked from one that has imported these: importing them is most of a short run.
 PRELOAD = (

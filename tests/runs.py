@@ -172,7 +172,7 @@ class Scripted(LoopedReasoner):
     def encode(self, tokens: Tensor, puzzle_rows: Tensor) -> Tensor:
         return puzzle_rows
 
-    def start(self, batch: int, keys: Tensor | None = None) -> Memory:
+    def start(self, batch: int, keys: Tensor | None = None, noise: float | None = None) -> Memory:
         return Memory(StateMemory(torch.zeros(batch)), StateMemory(torch.zeros(batch)))
 
     def segment(

@@ -16,6 +16,7 @@ from tests.tiny import (
     constant_step,
     injection,
     model_config,
+    noisy,
     parameter_gradients,
     puzzles,
     residual,
@@ -31,9 +32,12 @@ CONNECTIONS = [
     residual(include_initial=False),
     residual(memory_span="segment"),
     residual(full=True),
+    noisy(),
 ]
 BY_CONNECTION = pytest.mark.parametrize(
-    "connection", CONNECTIONS, ids=["carry_last", "constant_step", "residual", "without_initial", "by_segment", "full"]
+    "connection",
+    CONNECTIONS,
+    ids=["carry_last", "constant_step", "residual", "without_initial", "by_segment", "full", "noisy"],
 )
 MIXERS = pytest.mark.parametrize("mixer", ["mlp", "attention"])
 FINISHED = torch.tensor([True, False, True, False])
@@ -92,7 +96,7 @@ def test_finished_rows_are_replaced_and_no_other(connection: ConnectionConfig, m
     with torch.no_grad():
         x = model.encode(after.tokens, model.puzzle_rows(after.puzzle_ids))
         warm = model.decode(model.segment(after.memory, x, 2, 2))
-        cold = model.decode(model.segment(model.start(4), x, 2, 2))
+        cold = model.decode(model.segment(model.start(4, after.puzzle_ids.long()), x, 2, 2))
         kept = model.decode(model.segment(before.memory, x, 2, 2))
     exact = getattr(connection, "kind", "") != "full_attention_residual"  # hidden slots change the order of its sums
     for got, fresh, same in zip(warm, cold, kept, strict=True):
@@ -177,7 +181,8 @@ def test_carry_moves_on(connection: ConnectionConfig) -> None:
     carry, _ = lived(model, config, sampler, 2)
     with torch.no_grad():
         x = model.encode(carry.tokens, model.puzzle_rows(carry.puzzle_ids))
-        memory = model.segment(model.segment(model.start(4), x, 2, 2), x, 2, 2)
+        start = model.start(4, carry.puzzle_ids.long())  # the sampler here gives a puzzle's id as its key
+        memory = model.segment(model.segment(start, x, 2, 2), x, 2, 2)
     for mine, expected in zip(tensors(carry.memory), tensors(memory), strict=True):
         assert not mine.requires_grad
         assert_close(mine, expected, 1e-5)

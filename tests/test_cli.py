@@ -151,7 +151,7 @@ def test_a_mistake_is_one_line_and_leaves_no_directory(
             "model: no such setting; there are checkpoint, eval, out, puzzles, trainer, which",
         ),
         (["checkpoint=x", "eval.segments=3", "eval.layers=9"], "eval.segments and eval.layers both set the depth"),
-        (["checkpoint=x", "eval.halting=maybe"], "eval.halting=maybe: expected on or off"),
+        (["checkpoint=x", "eval.halting=maybe"], "eval.halting=maybe: expected on, off or batch_residual"),
         (["-m", "checkpoint=x", "eval.segments=1,2"], "--multirun is for train.py"),
         (["checkpoint=x", "eval.segments=1,2"], "eval.segments=1,2: several values"),
     ],

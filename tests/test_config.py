@@ -218,6 +218,16 @@ def test_settings_of_a_chosen_connection_and_an_experiments_seed_can_be_set():
         ({"eval.segments": 3, "eval.layers": 9}, ["eval.segments", "eval.layers"]),
         ({"eval.split": "validation"}, ["eval.split=validation"]),
         ({"eval.halting": "on", "model.halting": "fixed"}, ["eval.halting=on", "model.halting=fixed"]),
+        (
+            {"eval.halting": "batch_residual"},
+            ["eval.halting=batch_residual", "model.halting=q_head", "eval.halting=on"],
+        ),
+        ({"eval.starts": 4}, ["eval.starts=4", "model.initial_state=fixed", "initial_state=noise"]),
+        ({"eval.noise": 0.1}, ["eval.noise=0.1", "noisy_relaxation"]),
+        (
+            {"eval.starts": 4, "eval.choose": "halting", "model.initial_state": "noise", "model.halting": "fixed"},
+            ["eval.choose=halting", "model.halting=fixed", "eval.choose=convergence"],
+        ),
         ({"data.source": "csv"}, ["data.source=csv", "path"]),
         ({"data.source": "generated", "data.path": "real"}, ["data.path=", "source=generated", "source=csv"]),
         ({"model.expansion": 1e-4}, ["model.expansion=0.0001", "inner width of 0"]),
@@ -228,6 +238,16 @@ def test_contradictions_are_refused_by_name(changes: dict[str, Any], named: list
     message = refusal(changes)
     for name in named:
         assert name in message
+
+
+def test_several_starts_need_something_random():
+    """Noise on the way is enough, unless evaluation turns it off; so is a random initial state alone."""
+    relaxing = {"model.initial_state": "fixed", "eval.starts": 4}
+    assert "eval.starts=4" in refusal(relaxing | {"eval.noise": 0.0}, connection="noisy_relaxation")
+    assert "eval.starts=4" in refusal(relaxing | {"model.connection.noise": 0.0}, connection="noisy_relaxation")
+    for lines in (["model/connection=noisy_relaxation"], ["model.initial_state=noise"], ["model=eqr", "eval.noise=0"]):
+        assert train_config(*lines, "eval.starts=4").eval.starts == 4
+    assert train_config("model=fprm", "eval.starts=4", "eval.halting=batch_residual").eval.halting == "batch_residual"
 
 
 def test_a_learned_step_of_one_is_refused_by_name():
@@ -250,7 +270,7 @@ def test_a_learned_step_of_one_is_refused_by_name():
         ("trainer.micro_batch", 0, "trainer.micro_batch=0: expected auto or an integer > 0"),
         ("trainer.threads", 0, "trainer.threads=0: expected an integer > 0 or null"),
         ("eval.n", "some", "eval.n=some: expected auto, all or an integer > 0"),
-        ("eval.halting", True, "eval.halting=true: expected on or off"),
+        ("eval.halting", True, "eval.halting=true: expected on, off or batch_residual"),
         ("model.axes", "inside", "model.axes=inside: expected both, inner or outer"),
         ("model.connection.kind", "foo", "model.connection.kind=foo: expected one of carry_last, constant_step"),
         ("model.connection.kind", "constant_step", "model/connection=<kind> chooses a connection whole"),

@@ -11,9 +11,18 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from models.config import AttentionResidualConfig, ConnectionConfig, ConstantStepConfig
-from models.connections import AttentionResidual, CarryLast, ConstantStep, FullAttentionResidual, build_connection
+from models.connections import (
+    AttentionResidual,
+    CarryLast,
+    ConstantStep,
+    DampedFixedPoint,
+    FullAttentionResidual,
+    NoisyRelaxation,
+    build_connection,
+)
+from models.noise import normal
 from models.ops import attention_residual_update
-from tests.tiny import assert_close, constant_step, residual
+from tests.tiny import assert_close, constant_step, damped, noisy, residual
 
 EPS = 1e-5
 FORGETS_ALL = 1e-320
@@ -194,7 +203,7 @@ def size_after(connection: Any, steps: int) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in memory)
 
 
-@pytest.mark.parametrize("config", [residual(), residual(full=True), constant_step(0.5)], ids=lambda c: c.kind)
+@pytest.mark.parametrize("config", [residual(), residual(full=True), constant_step(0.5), noisy()], ids=lambda c: c.kind)
 @torch.no_grad()
 def test_memory_does_not_grow(config: ConnectionConfig) -> None:
     """Only the full form, the reference, may keep more after 200 steps than after 2."""
@@ -242,9 +251,9 @@ def test_without_content_score_there_is_no_query() -> None:
 def test_memory_is_wide() -> None:
     """bfloat16 candidates leave float32 memories: sums over many steps would be lost in bfloat16."""
     z = candidates(0, 3).bfloat16()
-    for config in (residual(), residual(full=True), constant_step(0.5)):
+    for config in (residual(), residual(full=True), constant_step(0.5), damped(), noisy()):
         for tensor in run(made(config), z)[-1]:
-            assert tensor.dtype == torch.float32
+            assert tensor.dtype == torch.float32 or not tensor.is_floating_point()
     assert run(CarryLast(), z)[-1].h.dtype == torch.bfloat16
 
 
@@ -299,11 +308,47 @@ def test_learned_step_of_one_is_refused() -> None:
         constant_step(1.0, learned=True)
 
 
+# --- noisy relaxation ------------------------------------------------------------------------------------------------
+
+
+@given(seeds, lengths)
+def test_relaxation_without_noise_is_a_constant_step(seed: int, steps: int) -> None:
+    z = candidates(seed, steps)
+    for mine, expected in zip(run(made(noisy(0.3, 0.0)), z), run(made(constant_step(0.3)), z), strict=True):
+        assert_close(mine.h, expected.h, 1e-6)
+
+
+def test_noise_comes_from_the_puzzles_key_step_by_step() -> None:
+    """h_t = (1 - a) h_{t-1} + a z_t + sigma n, every n another one."""
+    z, keys = candidates(0, 4), torch.tensor([7, 2**62 + 7])
+    connection = made(noisy(0.8, 0.5))
+    memory, h, drawn = connection.keyed(connection.init(z[0]), keys, None), z[0], []
+    for candidate in z[1:]:
+        drawn.append(normal(memory.stream, (3, 6)))
+        memory = connection.step(memory, candidate)
+        h = 0.2 * h + 0.8 * candidate + 0.5 * drawn[-1]
+        assert_close(memory.h, h, 1e-6)
+    for one in range(4):
+        assert not any(torch.equal(drawn[one], drawn[other]) for other in range(one))
+        assert not torch.equal(drawn[one][0], drawn[one][1])
+    louder = connection.keyed(connection.init(z[0]), keys, 2.0)
+    assert_close(connection.step(louder, z[1]).h - (0.2 * z[0] + 0.8 * z[1]), 2 * drawn[0], 1e-5)
+
+
+def test_noise_of_a_step_is_not_drawn_again_after_a_restart() -> None:
+    """Nothing but the state is remembered, so a restart changes nothing; the stream goes on."""
+    connection = made(noisy())
+    memory = run(connection, candidates(0, 3))[-1]
+    assert all(torch.equal(a, b) for a, b in zip(connection.restart(memory), memory, strict=True))
+
+
 def test_kinds_build_their_classes() -> None:
     """A row of a table must be able to name its connection."""
     assert isinstance(build_connection(residual(), 6, EPS), AttentionResidual)
     assert isinstance(build_connection(residual(full=True), 6, EPS), FullAttentionResidual)
     assert isinstance(build_connection(constant_step(0.5), 6, EPS), ConstantStep)
+    assert isinstance(build_connection(damped(), 6, EPS), DampedFixedPoint)
+    assert isinstance(build_connection(noisy(), 6, EPS), NoisyRelaxation)
     for config, unknown in ((AttentionResidualConfig, "qery"), (ConstantStepConfig, "stepp")):
         with pytest.raises(ValidationError, match=unknown):
             config.model_validate({"kind": "attention_residual", unknown: 1})

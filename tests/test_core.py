@@ -20,6 +20,7 @@ from tests.tiny import (
     constant_step,
     injection,
     model_config,
+    noisy,
     parameter_gradients,
     puzzles,
     residual,
@@ -228,6 +229,26 @@ def test_axes_choose_their_connections() -> None:
     assert {n for n, _ in both.named_parameters() if n.startswith(("inner.", "outer."))} == {
         f"{axis}.{leaf}" for axis in ("inner", "outer") for leaf in ("query", "raw_decay")
     }
+
+
+@torch.no_grad()
+def test_noise_is_each_puzzles_and_each_axis_own() -> None:
+    """A puzzle's states are a function of its key, wherever it is in a batch; no axis draws what the other draws."""
+    model = build(model_config(noisy()))
+    x = injection(model, 3)
+    keys = torch.tensor([5, 2**63 - 1, 0])
+    together = model.segment(model.start(3, keys), x, H, L)
+    begin = model.start(3, keys)
+    assert not any(torch.equal(a, b) for a in begin.inner.stream for b in begin.outer.stream)
+    for row in range(3):
+        alone = model.segment(model.start(1, keys[row : row + 1]), x[row : row + 1], H, L)
+        assert_close(alone.outer.h[0], together.outer.h[row], 1e-4)
+    other = model.segment(model.start(3, keys + torch.tensor([1, 0, 0])), x, H, L)
+    assert not torch.allclose(other.outer.h[0], together.outer.h[0], atol=1e-2)
+    assert torch.equal(other.outer.h[1:], together.outer.h[1:])
+    silent = model.segment(model.start(3, keys, noise=0.0), x, H, L)
+    again = model.segment(model.start(3, keys + 0, noise=0.0), x, H, L)
+    assert torch.equal(silent.outer.h, again.outer.h) and not torch.equal(silent.outer.h, together.outer.h)
 
 
 # --- depth, size, layout ---------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from models.halting import QHead
 from tests.runs import BOX4, BOX9, Scripted, bundled, puzzles, reordered, steady, tiny
 from tests.tiny import CARRY_LAST, constant_step, residual
 from trainer.checkpoint import load_checkpoint
-from trainer.config import EvalConfig
+from trainer.config import EvalConfig, Halting
 from trainer.errors import UserError
 from trainer.evaluator import Depth, Evaluation, decode_points, evaluate, resolve_depth, subset
 
@@ -128,9 +128,9 @@ def halting_here_and_there(model: LoopedReasoner) -> LoopedReasoner:
     return model
 
 
-@pytest.mark.parametrize("halting", [True, False])
+@pytest.mark.parametrize("halting", ["on", "off"])
 @pytest.mark.parametrize("mixer", ["attention", "mlp"])
-def test_batch_size_and_order_change_no_answer(mixer: str, halting: bool) -> None:
+def test_batch_size_and_order_change_no_answer(mixer: str, halting: Halting) -> None:
     """Ten puzzles in batches of 1, 3, 4, 10, 16, and shuffled: the same answers and segments, puzzle by puzzle."""
     model, order = halting_here_and_there(steady(residual(), mixer)), np.random.default_rng(0).permutation(10)
     whole = evaluate(model, TEN, BOX4, DEPTH, halting=halting, batch_size=10)
@@ -142,7 +142,7 @@ def test_batch_size_and_order_change_no_answer(mixer: str, halting: bool) -> Non
         shuffled = evaluate(model, reordered(TEN, order), BOX4, DEPTH, halting=halting, batch_size=batch_size)
         assert np.array_equal(shuffled.answers, whole.answers[order])
         assert np.array_equal(shuffled.segments, whole.segments[order])
-    assert halting == (len(set(whole.segments.tolist())) > 1)
+    assert (halting == "on") == (len(set(whole.segments.tolist())) > 1)
     assert len({answer.tobytes() for answer in whole.answers}) > 5
 
 
@@ -153,10 +153,10 @@ def test_trained_model_answers_the_same_in_any_batch() -> None:
     model = checkpoint.build_model("ema").eval()
     split = reordered(load_csv_puzzles(found.puzzles, Box(2, 3)), np.arange(10))
     depth = resolve_depth(EvalConfig(), checkpoint.config.schedule, checkpoint.config.model)
-    whole = evaluate(model, split, Box(2, 3), depth, halting=True)
+    whole = evaluate(model, split, Box(2, 3), depth, halting="on")
     assert whole.last.exact >= 9
     for batch_size in (1, 3, 4):
-        assert same_answers(evaluate(model, split, Box(2, 3), depth, halting=True, batch_size=batch_size), whole)
+        assert same_answers(evaluate(model, split, Box(2, 3), depth, halting="on", batch_size=batch_size), whole)
 
 
 def test_filler_rows_count_nowhere() -> None:
@@ -186,12 +186,12 @@ def test_halting_takes_each_puzzle_at_its_own_segment() -> None:
     model = Scripted(answers, halts, H_cycles=2)
     expected = [1, 2, 3, 4, 4] * 2
     for batch_size in (1, 3, 10):
-        result = evaluate(model, TEN, BOX4, DEPTH, halting=True, decode="outer_update", batch_size=batch_size)
+        result = evaluate(model, TEN, BOX4, DEPTH, halting="on", decode="outer_update", batch_size=batch_size)
         assert result.segments.tolist() == expected
         assert result.exact.tolist() == [True, True, True, True, False] * 2
         assert result.last.mean_segments == sum(expected) / 10 and max(result.segments) == 4
         assert [row.exact for row in result.rows] == [0, 2, 2, 4, 4, 6, 6, 8]
-    off = evaluate(model, TEN, BOX4, DEPTH, halting=False)
+    off = evaluate(model, TEN, BOX4, DEPTH, halting="off")
     assert off.segments.tolist() == [4] * 10 and [row.exact for row in off.rows] == [2, 2, 2, 2]
 
 
@@ -200,9 +200,9 @@ def test_halting_needs_a_whole_segment() -> None:
     answers = np.repeat(TEN.labels[:, None], 5, axis=1)
     answers[:, :1] = BLANK_TOKEN
     halts = np.array([[1.0, -1.0, -1.0]] * 10)
-    result = evaluate(Scripted(answers, halts, 2), TEN, BOX4, Depth(2, 1, 5), halting=True, decode="outer_update")
+    result = evaluate(Scripted(answers, halts, 2), TEN, BOX4, Depth(2, 1, 5), halting="on", decode="outer_update")
     assert [row.exact for row in result.rows] == [0, 10, 10, 10, 10] and result.segments.tolist() == [1] * 10
-    late = evaluate(Scripted(answers, -halts * [[1, 1, -1]], 2), TEN, BOX4, Depth(2, 1, 5), halting=True)
+    late = evaluate(Scripted(answers, -halts * [[1, 1, -1]], 2), TEN, BOX4, Depth(2, 1, 5), halting="on")
     assert late.segments.tolist() == [2] * 10
 
 

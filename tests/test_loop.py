@@ -177,7 +177,7 @@ def test_evaluate_leaves_the_model_alone(training: bool, tmp_path: Path) -> None
     model = LoopedReasoner(config.model, data.meta.vocab_size, data.meta.seq_len).train(training)
     before, generator = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
     depth = loop.resolve_depth(config.eval, config.schedule, config.model)
-    evaluate(model, data.validation, data.meta.box, depth, halting=True, batch_size=3)
+    evaluate(model, data.validation, data.meta.box, depth, halting="on", batch_size=3)
     assert model.training is training and torch.is_grad_enabled()
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(p.grad is None and p.requires_grad for p in model.parameters())

@@ -10,14 +10,24 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.config import ConnectionConfig
-from models.connections import DecayMemory, HistoryMemory, StateMemory
+from models.connections import DecayMemory, FixedPointMemory, HistoryMemory, NoisyMemory, StateMemory
 from models.core import LoopedReasoner
 from models.losses import segment_loss
-from tests.tiny import CARRY_LAST, build, constant_step, model_config, parameter_gradients, puzzles, residual
+from tests.tiny import (
+    CARRY_LAST,
+    build,
+    constant_step,
+    damped,
+    model_config,
+    noisy,
+    parameter_gradients,
+    puzzles,
+    residual,
+)
 from trainer.config import TrainerConfig
 from trainer.runtime import set_up
 
-CONNECTIONS = [CARRY_LAST, constant_step(0.5), residual(), residual(full=True)]
+CONNECTIONS = [CARRY_LAST, constant_step(0.5), residual(), residual(full=True), damped(), noisy()]
 BY_CONNECTION = pytest.mark.parametrize("connection", CONNECTIONS, ids=lambda c: c.kind)
 MIXERS = pytest.mark.parametrize("mixer", ["mlp", "attention"])
 
@@ -46,8 +56,8 @@ def test_bfloat16_compute(connection: ConnectionConfig, mixer: str) -> None:
     memory, logits, gradients = one_step(model)
     assert logits.dtype == torch.bfloat16
     kept = torch.bfloat16 if connection.kind == "carry_last" else torch.float32
-    assert {tensor.dtype for tensor in (*memory.inner, *memory.outer)} == {kept}
-    assert isinstance(memory.outer, StateMemory | DecayMemory | HistoryMemory)
+    assert {t.dtype for t in (*memory.inner, *memory.outer) if t.is_floating_point()} == {kept}
+    assert isinstance(memory.outer, StateMemory | DecayMemory | HistoryMemory | FixedPointMemory | NoisyMemory)
     q = model.decode(memory)[1]
     assert q is not None and q.dtype == torch.float32
     assert {g.dtype for g in gradients.values()} == {torch.float32}
@@ -85,9 +95,10 @@ def test_mode_sees_backward() -> None:
 
 
 @pytest.mark.slow
-def test_compiled_updates_give_the_same_gradients() -> None:
-    """Compiling changes neither the names in the state dict nor the gradients of a step."""
-    model = build(model_config(residual(), layers=1))
+@pytest.mark.parametrize("connection", [residual(), noisy()], ids=["residual", "noisy"])
+def test_compiled_updates_give_the_same_gradients(connection: ConnectionConfig) -> None:
+    """Compiling changes neither the names in the state dict nor the gradients of a step, nor the noise on the way."""
+    model = build(model_config(connection, layers=1))
     names = list(model.state_dict())
     memory, logits, gradients = one_step(model)
     if shutil.which("g++") or shutil.which("clang++") or shutil.which("c++"):

@@ -249,9 +249,28 @@ def test_one_wrong_cell_in_every_puzzle(
 
 
 def test_halting_is_refused_where_a_model_never_halts(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"eval\.halting=on: .* has model\.halting=fixed"):
+    with pytest.raises(UserError, match=r"eval\.halting=on with model\.halting=fixed"):
         evaluate_program(evaluating(finished_run("model.halting=fixed"), "eval.halting=on", out=tmp_path / "out"))
     assert not (tmp_path / "out").exists()
+
+
+def test_results_say_that_batches_stopped_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way of halting and the size of a batch are in the results and in the folder's name."""
+    lines = [
+        "model=fprm",
+        "model.mixer=attention",
+        "model.positions=rope",
+        "model.hidden_size=16",
+        "trainer.max_steps=2",
+    ]
+    alone = ["eval.H_cycles=1", "eval.L_cycles=1", "eval.segments=30", "eval.halting=batch_residual"]
+    run_dir = train_only(monkeypatch, tiny(tmp_path / "run", *lines, *alone))
+    for size in (2, 5):
+        results = evaluate_program(evaluating(run_dir, *alone, f"eval.batch_size={size}"))
+        assert (results["halting"], results["batch_size"], results["segments"]) == ("batch_residual", size, 30)
+        assert results["mean_segments"] <= results["max_segments"] <= 30
+    names = sorted(folder.name for folder in (run_dir / "evaluations").iterdir())
+    assert len(names) == 2 and [name.rpartition("-")[2] for name in names] == ["batch_residual2", "batch_residual5"]
 
 
 def test_results_by_empty_cells() -> None:
@@ -309,7 +328,7 @@ def test_n_auto_keeps_to_its_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_published_curve_is_for_the_same_setting_alone() -> None:
     model = {"hidden_size": 512, "mixer": "attention", "axes": "both", "connection": {"kind": "attention_residual"}}
     here = {"model": "infiloop", "model_settings": model, "data": "Sudoku-Extreme", "split": "test", "halting": "off"}
-    here |= {"H_cycles": 6, "L_cycles": 12}
+    here |= {"H_cycles": 6, "L_cycles": 12, "starts": 1}
     published = published_curve(here)
     assert published is not None and len(published[0]) == len(published[1])
     trm = here | {"model": "trm", "model_settings": model | {"connection": {"kind": "carry_last"}}}
@@ -317,7 +336,7 @@ def test_published_curve_is_for_the_same_setting_alone() -> None:
     assert other is not None and other[1] != published[1]
     changes = [
         {"data": "generated-sudoku9-any"}, {"split": "validation"}, {"split": "own puzzles"}, {"H_cycles": 3},
-        {"L_cycles": 6}, {"halting": "on"}, {"model": "mine"}, {"model": "trm"},
+        {"L_cycles": 6}, {"halting": "on"}, {"model": "mine"}, {"model": "trm"}, {"starts": 2},
     ]  # fmt: skip
     assert all(published_curve(here | change) is None for change in changes)
     for change in ({"hidden_size": 96}, {"mixer": "mlp"}, {"axes": "inner"}, {"connection": {"kind": "constant_step"}}):

@@ -120,7 +120,7 @@ def test_answers_are_those_of_evaluate(tmp_path: Path, capsys: pytest.CaptureFix
     checkpoint = solver.load_checkpoint(found.checkpoint)
     model = ready_model(checkpoint, "ema", set_up(asked.trainer))
     depth = resolve_depth(asked.eval, checkpoint.config.schedule, checkpoint.config.model)
-    whole = evaluate(model, split, box, depth, halting=True)
+    whole = evaluate(model, split, box, depth, halting="on")
     assert whole.last.exact == results["exact"] > 0 and results["n"] == 12
     for i in (0, 3, 7):
         code = solve_program(solving(found.checkpoint, puzzle=line(digits_from_tokens(split.inputs[i]))))

@@ -5,7 +5,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.config import AttentionResidualConfig, CarryLastConfig, ConnectionConfig, ConstantStepConfig, ModelConfig
+from models.config import (
+    AttentionResidualConfig,
+    CarryLastConfig,
+    ConnectionConfig,
+    ConstantStepConfig,
+    DampedFixedPointConfig,
+    ModelConfig,
+    NoisyRelaxationConfig,
+)
 from models.core import LoopedReasoner
 from trainer.config import ScheduleConfig, TrainConfig
 
@@ -20,6 +28,23 @@ def residual(beta0: float = 0.55, full: bool = False, **changes: Any) -> Attenti
 
 def constant_step(step: float, learned: bool = False) -> ConstantStepConfig:
     return ConstantStepConfig(kind="constant_step", step=step, learned=learned)
+
+
+def damped(**changes: Any) -> DampedFixedPointConfig:
+    """The released FPRM's numbers, less patient, so that step sizes shrink in short runs."""
+    values = {
+        "step": 1.0,
+        "patience": 2,
+        "decay_train": 0.9,
+        "decay_eval": 0.99,
+        "threshold": 0.1,
+        "smallest_step": 1e-3,
+    }
+    return DampedFixedPointConfig(kind="damped_fixed_point", **(values | changes))
+
+
+def noisy(step: float = 0.9, noise: float = 0.1) -> NoisyRelaxationConfig:
+    return NoisyRelaxationConfig(kind="noisy_relaxation", step=step, noise=noise)
 
 
 def model_config(connection: ConnectionConfig = CARRY_LAST, mixer: str = "mlp", **changes: Any) -> ModelConfig:

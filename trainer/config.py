@@ -152,6 +152,10 @@ class TrainerConfig(Settings):
     """Optimizer steps between saves of the last checkpoint."""
 
 
+Halting = Literal["on", "off", "batch_residual"]
+Choose = Literal["first", "convergence", "halting", "vote"]
+
+
 class EvalConfig(Settings):
     """How a checkpoint is evaluated. Depth: at most one of segments, outer_updates and layers."""
 
@@ -166,8 +170,16 @@ class EvalConfig(Settings):
     """Executed layers; rounded up to whole outer updates."""
     decode: Literal["segment", "outer_update"] = "segment"
     """How often an answer is read out and scored."""
-    halting: Literal["on", "off"] = "off"
-    """on: each puzzle's answer is the one at its own halting segment."""
+    halting: Halting = "off"
+    """on: each puzzle's answer is the one at its own halting segment. batch_residual: a whole batch stops when its slowest
+    puzzle settles, as in the released FPRM; for comparison with it, for batches then show in the answers."""
+    starts: int = Field(default=1, gt=0)
+    """Random starts of each puzzle: other initial noise, other noise on the way."""
+    choose: Choose = "convergence"
+    """Whose answer counts when there are several starts: the one that moved least in the last outer update, the one with
+    the greatest halting logit, the answer most starts share (ties: moved least), or the first."""
+    noise: float | None = Field(default=None, ge=0)
+    """Standard deviation of the noise of noisy_relaxation; null: as in training."""
     n: Literal["auto", "all"] | Annotated[int, Field(gt=0)] = "auto"
     """Puzzles evaluated. auto: all, or a labelled subset when all would take longer than max_minutes."""
     subset_seed: int = Field(default=0, ge=0, le=MAX_SEED)
@@ -181,6 +193,34 @@ class EvalConfig(Settings):
         if len(given) > 1:
             raise ValueError(f"{' and '.join('eval.' + g for g in given)} both set the depth; give one of them")
         return self
+
+    def conflict(self, model: ModelConfig) -> str | None:
+        """Why a model cannot be evaluated like this, in one line; None where it can."""
+        if self.halting == "on" and model.halting == "fixed":
+            return "eval.halting=on with model.halting=fixed: that model never halts; use eval.halting=off"
+        if self.halting == "batch_residual" and model.halting != "residual":
+            return (
+                f"eval.halting=batch_residual with model.halting={model.halting}: only residual halting stops whole batches; "
+                "use eval.halting=on or off"
+            )
+        levels = model.noise_levels()
+        if self.noise is not None and not levels:
+            return (
+                f"eval.noise={self.noise:g}: no connection of this model draws noise; leave it out, or use "
+                "model/connection=noisy_relaxation"
+            )
+        noisy = any(levels) if self.noise is None else self.noise > 0
+        if self.starts > 1 and model.initial_state == "fixed" and not noisy:
+            return (
+                f"eval.starts={self.starts} with model.initial_state=fixed and no noise: all starts would be the same; use "
+                "eval.starts=1, or a model with initial_state=noise"
+            )
+        if self.starts > 1 and self.choose == "halting" and model.halting == "fixed":
+            return (
+                "eval.choose=halting with model.halting=fixed: that model has no halting logit; use "
+                "eval.choose=convergence"
+            )
+        return None
 
 
 class LoggerConfig(Settings):
@@ -213,8 +253,8 @@ class TrainConfig(Settings):
             )
         if self.eval.split == "validation":
             raise ValueError("eval.split=validation is for evaluate.py; training validates by itself and ends on test")
-        if self.eval.halting == "on" and self.model.halting == "fixed":
-            raise ValueError("eval.halting=on with model.halting=fixed: that model never halts; use eval.halting=off")
+        if (conflict := self.eval.conflict(self.model)) is not None:
+            raise ValueError(conflict)
         return self
 
     @property

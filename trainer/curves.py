@@ -28,7 +28,7 @@ def published_curve(results: dict[str, Any]) -> tuple[list[int], list[float]] | 
     here = {**results["model_settings"], **results}
     curve = published["exact_accuracy_percent"].get(results["model"])
     same = all(here[key] == value for key, value in published["setting"].items())
-    if curve is None or not same or results["halting"] == "on":
+    if curve is None or not same or results["halting"] != "off" or results["starts"] > 1:
         return None
     if here["axes"] != "both" or here["connection"]["kind"] != OWN_CONNECTION[results["model"]]:
         return None
@@ -40,7 +40,8 @@ def curve_label(results: dict[str, Any]) -> str:
     r = results
     cycles = f"H={r['H_cycles']} L={r['L_cycles']}"
     data = f"{r['data']} [{r['data_fingerprint'][:6]}] {r['split']}"
-    return f"{r['model']}: {data}, n={r['n']}, {cycles}, {r['weights']}, seed {r['seed']}"
+    breadth = f", {r['starts']} starts, {r['choose']}" if r["starts"] > 1 else ""
+    return f"{r['model']}: {data}, n={r['n']}, {cycles}, {r['weights']}, seed {r['seed']}{breadth}"
 
 
 def draw_depth_curve(results: list[dict[str, Any]], path: Path) -> None:

@@ -6,7 +6,6 @@ them in a batch, S cells, R decoded depths.
 """
 
 import math
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -18,8 +17,11 @@ from torch import Tensor
 from data.arrays import Split
 from data.sudoku import BLANK_TOKEN, Box, is_complete_solution
 from models.config import ModelConfig
+from models.connections import where_rows
 from models.core import LoopedReasoner, Memory
-from trainer.config import EvalConfig, ScheduleConfig
+from models.halting import ResidualHalting
+from trainer.breadth import Readings, chosen_start, measures_movement, rows_of_a_pass, start_key
+from trainer.config import Choose, EvalConfig, Halting, ScheduleConfig
 from trainer.errors import UserError
 
 
@@ -65,6 +67,12 @@ class DepthRow:
     """Puzzles whose answer, at this depth or an evaluated one before, was recognised as a solution without the label."""
     segments_used: int
     """Sum over puzzles of the segments each had run when its answer was fixed."""
+    starts: int
+    """Starts of each puzzle; the counts above are of the chosen one's answer."""
+    starts_exact: int
+    """Starts, of n * starts, whose every supervised cell is right."""
+    any_start_exact: int
+    """Puzzles with such a start: what an oracle would choose, not an accuracy."""
 
     @property
     def exact_accuracy(self) -> float:
@@ -107,42 +115,104 @@ def decode_points(depth: Depth, decode: Literal["segment", "outer_update"]) -> l
     return sorted({*range(step, depth.outer_updates + 1, step), depth.outer_updates})
 
 
-class _BatchPass:
-    """One batch on its way to the greatest depth: frozen answers of halted puzzles, sums per decoded depth."""
+class _Batch:
+    """The puzzles of a batch: counts per decoded depth, as soon as all their starts have got there.
 
-    def __init__(self, tokens: Tensor, labels: Tensor, real: int, box: Box, halting: bool, points: list[int]):
-        batch, device = tokens.shape[0], tokens.device
-        self.tokens, self.labels, self.box, self.halting = tokens, labels, box, halting
-        self.real = torch.arange(batch, device=device) < real  # filler rows of the last batch count nowhere
+    Only the first `real` puzzles count; the others fill up the last batch.
+    """
+
+    def __init__(
+        self, tokens: Tensor, labels: Tensor, real: int, box: Box, points: list[int], starts: int, choose: Choose
+    ):
+        self.tokens, self.labels, self.box, self.starts = tokens, labels, box, starts
+        self.choose: Choose = choose
+        self.real = torch.arange(len(tokens), device=tokens.device) < real
         self.blank = tokens == BLANK_TOKEN
-        self.answer = torch.zeros_like(tokens)
-        self.halted = torch.zeros(batch, dtype=torch.bool, device=device)
-        self.recognised = torch.zeros_like(self.halted)
-        self.segments = torch.zeros(batch, dtype=torch.int32, device=device)
-        self.points = {point: i for i, point in enumerate(points)}
-        self.sums = torch.zeros(len(points), 4, dtype=torch.int64, device=device)
+        self.recognised = torch.zeros_like(self.real)
+        self.waiting: dict[int, list[Readings]] = {point: [] for point in points}
+        self.counts: list[Tensor] = []
 
-    def read(self, logits: Tensor, outer_updates: int, segments_begun: int) -> None:
-        """Take the answers of the puzzles still running, then score every puzzle's present answer."""
-        running = ~self.halted
-        self.answer = torch.where(running[:, None], logits.argmax(-1).to(self.answer.dtype), self.answer)
-        self.segments.masked_fill_(running, segments_begun)
-        digits, givens = (
-            (self.answer.long() - BLANK_TOKEN).clamp(min=0),
-            (self.tokens.long() - BLANK_TOKEN).clamp(min=0),
-        )
+    def take(self, point: int, readings: Readings) -> None:
+        """Keep what some of the starts say at a depth; when those were the last ones, choose and score."""
+        parts = [*self.waiting.pop(point), readings]
+        if sum(part.answers.shape[1] for part in parts) < self.starts:
+            self.waiting[point] = parts
+            return
+        every = Readings(*(torch.cat(tensors, 1) for tensors in zip(*parts, strict=True)))
+        puzzle, chosen = torch.arange(len(self.real), device=self.real.device), chosen_start(every, self.choose)
+        self.answer, self.segments = every.answers[puzzle, chosen], every.segments[puzzle, chosen]
+        digits, givens = ((t.long() - BLANK_TOKEN).clamp(min=0) for t in (self.answer, self.tokens))
         self.recognised |= is_complete_solution(digits, givens, self.box)
         right = self.answer == self.labels
         self.exact = right.all(-1)
-        counts = torch.stack(
-            (
-                (self.exact & self.real).sum(),
-                (right & self.blank & self.real[:, None]).sum(),
-                (self.recognised & self.real).sum(),
-                self.segments[self.real].sum(),
-            )
+        each = (every.answers == self.labels[:, None]).all(-1) & self.real[:, None]
+        counts = (
+            self.exact & self.real,
+            right & self.blank & self.real[:, None],
+            self.recognised & self.real,
+            self.segments * self.real,
+            each,
+            each.any(1),
         )
-        self.sums[self.points[outer_updates]] = counts
+        self.counts.append(torch.stack([count.sum() for count in counts]))
+
+
+class _Pass:
+    """Rows on their way to the greatest depth, all at once: some starts of each puzzle of a batch.
+
+    `counted` of the `at_once` starts of a puzzle are real, the others filler. `said` is what the rows say so far.
+    """
+
+    def __init__(
+        self, model: LoopedReasoner, batch: _Batch, depth: Depth, halting: Halting, at_once: int, counted: int
+    ):
+        self.model, self.batch, self.depth, self.halting = model, batch, depth, halting
+        self.shape, self.counted, self.points = (len(batch.real), at_once), counted, set(batch.waiting)
+        self.real = (batch.real[:, None] & (torch.arange(at_once, device=batch.real.device) < counted)).flatten()
+        self.halted = torch.zeros_like(self.real)
+        self.measuring = measures_movement(batch.choose, batch.starts)
+        self.said: Readings | None = None
+
+    def run(self, memory: Memory, x: Tensor, progress: Callable[[int], object] | None) -> None:
+        self.done, self.before = 0, memory.outer.h if self.measuring else None
+        depth, rows = self.depth, int(self.real.sum())
+
+        def after_outer(memory: Memory) -> None:
+            self.done += 1
+            if self.done in self.points:  # the end of a segment always is
+                self._read(memory)
+                self._report(self.done)
+            self.before = memory.outer.h if self.measuring else None
+            if progress is not None:
+                progress(rows)
+
+        while self.done < depth.outer_updates and not (self.halting != "off" and self.halted.all()):
+            outer = min(depth.H_cycles, depth.outer_updates - self.done)
+            memory = self.model.segment(memory, x, outer, depth.L_cycles, after_outer=after_outer)
+        for point in sorted(point for point in self.points if point > self.done):
+            self._report(point)  # every row has halted: nothing changes any more
+        if progress is not None and self.done < depth.outer_updates:
+            progress(rows * (depth.outer_updates - self.done))
+
+    def _read(self, memory: Memory) -> None:
+        """Take in what the rows still running say, then which of them halt."""
+        (logits, q), outer, H = self.model.decode(memory), memory.outer, self.depth.H_cycles
+        moved = nothing = torch.zeros(len(logits), device=logits.device)
+        if self.before is not None:
+            moved = (outer.h.float() - self.before.float()).square().flatten(1).mean(1).sqrt()
+        segments = torch.full_like(nothing, math.ceil(self.done / H), dtype=torch.int32)
+        now = Readings(logits.argmax(-1).to(torch.uint8), moved, nothing if q is None else q, segments)
+        old = self.said or now
+        self.said = Readings(*(where_rows(self.halted, before, new) for before, new in zip(old, now, strict=True)))
+        if self.done % H == 0 and self.halting == "on":
+            self.halted |= self.model.halting.wants_to_halt(q, outer)
+        elif self.done % H == 0 and self.halting == "batch_residual":
+            assert isinstance(self.model.halting, ResidualHalting), "EvalConfig.conflict refuses other models"
+            self.halted |= self.model.halting.batch_wants_to_halt(outer, self.real)
+
+    def _report(self, point: int) -> None:
+        assert self.said is not None
+        self.batch.take(point, Readings(*(t.unflatten(0, self.shape)[:, : self.counted] for t in self.said)))
 
 
 @torch.no_grad()
@@ -153,16 +223,21 @@ def evaluate(
     depth: Depth,
     *,
     decode: Literal["segment", "outer_update"] = "segment",
-    halting: bool = False,
+    halting: Halting = "off",
+    starts: int = 1,
+    choose: Choose = "convergence",
+    noise: float | None = None,
     batch_size: int = 256,
     progress: Callable[[int], object] | None = None,
 ) -> Evaluation:
-    """Run every puzzle of `split` to `depth` and score it at each decode point.
+    """Run every puzzle of `split` to `depth` from `starts` random starts and score the chosen answer at each decode point.
 
-    With `halting`, a puzzle's answer is the one at its own first segment whose halting logit is positive, whatever the
-    others in its batch do. The last batch is filled up with copies of its first puzzle, which count nowhere. `progress`
-    is called with the number of outer updates times puzzles done. The model's mode, weights and random state are left
-    alone.
+    With halting=on, a row's answer is the one at its own first segment whose halting rule is satisfied, whatever the others
+    in its batch do. With halting=batch_residual (models/halting.py) all rows of a batch stop together, as in the released
+    FPRM. A batch is at most batch_size rows; more starts than that run one part after the other. The last batch is filled
+    up with copies of its first puzzle, which count nowhere; neither do they keep a batch from stopping, while the padding
+    of the released FPRM does. `progress` is called with the number of outer updates times rows done. The model's mode,
+    weights and random state are left alone.
     """
     n = len(split.inputs)
     if n == 0:
@@ -172,45 +247,47 @@ def evaluate(
         raise UserError("evaluation: no puzzle has an empty cell, so there is nothing to score; choose another split")
     device, mode = model.H_init.device, model.training
     model.eval()  # a damped connection has a rate of its own for evaluation
-    batch_size = min(batch_size, n)
+    puzzles, at_once = rows_of_a_pass(n, starts, batch_size)
     points = decode_points(depth, decode)
-    wanted = set(points)
-    sums = torch.zeros(len(points), 4, dtype=torch.int64)
+    sums = torch.zeros(len(points), 6, dtype=torch.int64)
     answers, exact, segments_used = [], [], []
-    for first in range(0, n, batch_size):
-        index = np.arange(first, first + batch_size)
-        real = min(batch_size, n - first)
+    for first in range(0, n, puzzles):
+        index = np.arange(first, first + puzzles)
+        real = min(puzzles, n - first)
         index[real:] = first
         tokens = torch.from_numpy(split.inputs[index]).to(device)
         labels = torch.from_numpy(split.labels[index]).to(device)
         x = model.encode(tokens, model.puzzle_rows(torch.from_numpy(split.puzzle_ids[index]).to(device)))
-        run = _BatchPass(tokens, labels, real, box, halting, points)
-        keys = [zlib.crc32(row.tobytes()) for row in split.inputs[index]]  # noise is the puzzle's own in any batch
-        memory, done = model.start(batch_size, torch.tensor(keys)), 0
-
-        def after_outer(memory: Memory, run: _BatchPass = run, real: int = real) -> None:
-            nonlocal done
-            done += 1
-            if done in wanted:  # the end of a segment always is
-                logits, q = model.decode(memory)
-                run.read(logits, done, math.ceil(done / depth.H_cycles))
-                if halting and done % depth.H_cycles == 0:
-                    run.halted |= model.halting.wants_to_halt(q, memory.outer)
-            if progress is not None:
-                progress(real)
-
-        while done < depth.outer_updates:
-            outer = min(depth.H_cycles, depth.outer_updates - done)
-            memory = model.segment(memory, x, outer, depth.L_cycles, after_outer=after_outer)
-        sums += run.sums.cpu()
-        answers.append(run.answer[:real].cpu().numpy())
-        exact.append(run.exact[:real].cpu().numpy())
-        segments_used.append(run.segments[:real].cpu().numpy())
+        x = x.repeat_interleave(at_once, 0)
+        batch = _Batch(tokens, labels, real, box, points, starts, choose)
+        for begin in range(0, starts, at_once):
+            counted = min(at_once, starts - begin)
+            own = [begin + (k if k < counted else 0) for k in range(at_once)]
+            keys = torch.tensor([start_key(row, start) for row in split.inputs[index] for start in own])
+            rows = _Pass(model, batch, depth, halting, at_once, counted)
+            rows.run(model.start(len(keys), keys, noise), x, progress)
+        sums += torch.stack(batch.counts).cpu()
+        answers.append(batch.answer[:real].cpu().numpy())
+        exact.append(batch.exact[:real].cpu().numpy())
+        segments_used.append(batch.segments[:real].cpu().numpy())
     model.train(mode)
     per_update = model.config.applications_per_update(depth.L_cycles)
     rows = [
-        DepthRow(u, u * per_update, u * per_update * model.config.layers, n, row[0], row[1], cells, row[2], row[3])
-        for u, row in zip(points, sums.tolist(), strict=True)
+        DepthRow(
+            u,
+            u * per_update,
+            u * per_update * model.config.layers,
+            n,
+            c[0],
+            c[1],
+            cells,
+            c[2],
+            c[3],
+            starts,
+            c[4],
+            c[5],
+        )
+        for u, c in zip(points, sums.tolist(), strict=True)
     ]
     return Evaluation(depth, rows, np.concatenate(answers), np.concatenate(exact), np.concatenate(segments_used))
 

@@ -294,7 +294,10 @@ def train(config: TrainConfig) -> dict[str, Any]:
                     data.meta.box,
                     depth,
                     decode=config.eval.decode,
-                    halting=config.eval.halting == "on",
+                    halting=config.eval.halting,
+                    starts=config.eval.starts,
+                    choose=config.eval.choose,
+                    noise=config.eval.noise,
                     batch_size=config.eval.batch_size,
                 )
                 averaged.swap()

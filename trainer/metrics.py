@@ -118,6 +118,7 @@ class Tracker:
             "validation/exact": last.exact,
             "validation/n": last.n,
             "validation/cell_accuracy": last.cell_accuracy,
+            "validation/starts": last.starts,
             "validation/segments": evaluation.depth.segments,
             "validation/executed_layers": last.executed_layers,
             "validation/exact_accuracy_one_segment": first.exact_accuracy,

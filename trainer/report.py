@@ -5,6 +5,7 @@ Every number carries what it was measured on: n, split, depth, cycles, weights, 
 
 import json
 import logging
+import math
 import sys
 import time
 from dataclasses import asdict, replace
@@ -18,6 +19,7 @@ from data.arrays import DataMeta, PuzzleData, Split, split_fingerprint
 from data.build import load_csv_puzzles, load_puzzle_data
 from data.sudoku import BLANK_TOKEN
 from models.core import LoopedReasoner
+from trainer.breadth import rows_of_a_pass
 from trainer.checkpoint import Checkpoint, find_checkpoint, load_checkpoint
 from trainer.config import EvalConfig, EvaluateConfig, TrainConfig
 from trainer.curves import draw_depth_curve
@@ -61,13 +63,14 @@ def _seconds_per_update(model: LoopedReasoner, depth: Depth, batch: int) -> floa
     return once()
 
 
-def _minutes(model: LoopedReasoner, depth: Depth, total: int, batch_size: int, enough: float) -> float:
-    """Minutes that `total` puzzles take to `depth`.
+def _minutes(model: LoopedReasoner, depth: Depth, puzzles: int, starts: int, batch_size: int, enough: float) -> float:
+    """Minutes that some puzzles take to `depth`, with all their starts.
 
-    Measured on a few puzzles, uncompiled; where that comes to more than `enough`, and a batch does not take long itself, on
+    Measured on a few rows, uncompiled; where that comes to more than `enough`, and a batch does not take long itself, on
     a whole batch, whose compiled graph then serves the evaluation too.
     """
-    few, batch = min(4, total), min(batch_size, total)
+    total, few = puzzles * starts, min(4, puzzles * starts)
+    batch = math.prod(rows_of_a_pass(puzzles, starts, batch_size))
     with torch.compiler.set_stance("force_eager"):
         each = _seconds_per_update(model, depth, few) / few
     if each * depth.outer_updates * total / 60 > enough and each * batch < LONG_UPDATE_SECONDS:
@@ -89,7 +92,7 @@ def choose_subset(
     if settings.n == "all":
         return split, None
     if settings.n == "auto":
-        minutes = _minutes(model, depth, total, settings.batch_size, max_minutes)
+        minutes = _minutes(model, depth, total, settings.starts, settings.batch_size, max_minutes)
         if minutes <= max_minutes:
             return split, None
         n = max(1, min(total, 2 ** int(np.log2(max(1.0, total * max_minutes / minutes)))))
@@ -124,6 +127,23 @@ def trained_depth(config: TrainConfig) -> dict[str, int]:
     return {"H_cycles": s.H_cycles, "L_cycles": s.L_cycles, "segments": s.segments, "executed_layers": layers}
 
 
+def breadth_of(evaluation: Evaluation, settings: EvalConfig) -> dict[str, Any]:
+    """How many random starts a puzzle had, whose answer counts, and what the starts reach by themselves."""
+    last = evaluation.last
+    return {
+        "starts": last.starts,
+        "choose": settings.choose if last.starts > 1 else None,
+        "noise": settings.noise,  # null: as in training, which model_settings tell
+        "executed_layers_all_starts": last.executed_layers * last.starts,
+        "single_starts_exact": last.starts_exact,
+        "single_starts_n": last.n * last.starts,
+        "single_starts_exact_accuracy": last.starts_exact / (last.n * last.starts),
+        "any_start_exact": last.any_start_exact,
+        "any_start_note": "puzzles that at least one start answers right at the greatest depth; choosing it needs the labels, "
+        "so it is no accuracy",
+    }
+
+
 def results_of(
     evaluation: Evaluation,
     split: Split,
@@ -153,6 +173,8 @@ def results_of(
         "data_fingerprint": meta.fingerprint,
         "weights": settings.weights,
         "halting": settings.halting,
+        "batch_size": settings.batch_size,
+        **breadth_of(evaluation, settings),
         "decode": settings.decode,
         "H_cycles": depth.H_cycles,
         "L_cycles": depth.L_cycles,
@@ -208,12 +230,22 @@ def summary(results: dict[str, Any], folder: Path, prefix: str = "") -> list[str
     """The headline, labelled, with its counts and where the files lie."""
     r = results
     segments = f"{r['outer_updates'] / r['H_cycles']:.3g} segments"
+    breadth = []
+    if r["starts"] > 1:
+        breadth = [
+            f"{prefix}exact_accuracy is that of {r['starts']} starts a puzzle, one chosen by {r['choose']}",
+            f"single starts: mean exact accuracy {r['single_starts_exact_accuracy']:.4f} "
+            f"({r['single_starts_exact']}/{r['single_starts_n']}); any start right: {r['any_start_exact']} of {r['n']} puzzles "
+            "(an oracle's choice, not an accuracy)",
+            f"all starts together: {r['executed_layers_all_starts']:,} executed layers a puzzle",
+        ]
     return [
         f"{prefix}exact_accuracy = {r['exact_accuracy']:.4f} ({r['exact']}/{r['n']})   <- headline: every cell right",
         f"{prefix}cell_accuracy = {r['cell_accuracy']:.4f} ({r['cells_right']}/{r['cells']})   (givens excluded)",
+        *breadth,
         f"data {r['data']} [{r['data_fingerprint'][:12]}], split {r['split']}"
         + (f", {r['subset']}" if r["subset"] else ", all of it"),
-        f"H={r['H_cycles']} L={r['L_cycles']}, {'at most ' * (r['halting'] == 'on')}{segments} = {r['outer_updates']} outer "
+        f"H={r['H_cycles']} L={r['L_cycles']}, {'at most ' * (r['halting'] != 'off')}{segments} = {r['outer_updates']} outer "
         f"updates = {r['block_applications']:,} block applications = {r['executed_layers']:,} executed layers",
         f"weights {r['weights']} of step {r['checkpoint_step']} (seed {r['seed']}), halting {r['halting']}, mean segments "
         f"{r['mean_segments']:.2f}, max {r['max_segments']}",
@@ -234,14 +266,17 @@ def evaluate_checkpoint(
     depth = resolve_depth(settings, checkpoint.config.schedule, checkpoint.config.model)
     where = meta.name if meta.source.startswith("file:") else f"the {settings.split} split"
     chosen, label = choose_subset(split, settings, model, depth, where, max_minutes or settings.max_minutes)
-    with progress_bar(len(chosen.inputs) * depth.outer_updates, "evaluating") as bar:
+    with progress_bar(len(chosen.inputs) * settings.starts * depth.outer_updates, "evaluating") as bar:
         evaluation = evaluate(
             model,
             chosen,
             meta.box,
             depth,
             decode=settings.decode,
-            halting=settings.halting == "on",
+            halting=settings.halting,
+            starts=settings.starts,
+            choose=settings.choose,
+            noise=settings.noise,
             batch_size=settings.batch_size,
             progress=bar.update,
         )
@@ -273,19 +308,21 @@ def evaluation_label(results: dict[str, Any]) -> str:
     r = results
     puzzles = r["data"] if r["split"] == OWN else f"{r['data']}-{r['split']}"
     some = f"-n{r['n']}-s{r['subset_seed']}" if r["subset"] else ""
-    ways = f"{r['weights']}{r['checkpoint_step']}" + ("-halting" if r["halting"] == "on" else "")
+    # Whole batches stop together, so their size belongs to the result.
+    halting = {"off": "", "on": "-halting", "batch_residual": f"-batch_residual{r['batch_size']}"}[r["halting"]]
     each = "-each" if r["decode"] == "outer_update" else ""
-    return f"{puzzles}{some}-H{r['H_cycles']}-L{r['L_cycles']}-u{r['outer_updates']}{each}-{ways}"
+    breadth = f"-{r['starts']}starts-{r['choose']}" if r["starts"] > 1 else ""
+    noise = f"-noise{r['noise']:g}" if r["noise"] is not None else ""
+    depth = f"H{r['H_cycles']}-L{r['L_cycles']}-u{r['outer_updates']}{each}{breadth}{noise}"
+    return f"{puzzles}{some}-{depth}-{r['weights']}{r['checkpoint_step']}{halting}"
 
 
 def evaluate_program(config: EvaluateConfig) -> dict[str, Any]:
     """What evaluate.py does: load, check that data and checkpoint belong together, evaluate, write, print."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     checkpoint = load_checkpoint(find_checkpoint(config.checkpoint, config.which))
-    if config.eval.halting == "on" and checkpoint.config.model.halting == "fixed":
-        raise UserError(
-            f"eval.halting=on: {checkpoint.path} has model.halting=fixed and never halts; use eval.halting=off"
-        )
+    if (conflict := config.eval.conflict(checkpoint.config.model)) is not None:
+        raise UserError(f"{checkpoint.path}: {conflict}")
     runtime = set_up(config.trainer)
     trained_on = DataMeta(**checkpoint.data_meta)
     if config.puzzles is not None:

@@ -131,7 +131,7 @@ def solve_program(config: SolveConfig) -> int:
         Split(tokens, np.zeros_like(tokens), nothing, nothing),
         box,
         depth,
-        halting=config.halting == "on",
+        halting=config.halting,
         batch_size=64,
     )
     # An answer may hold padding, token 0; it is shown and judged as a blank.
