@@ -58,12 +58,12 @@ def our_name(name: str) -> str | None:
     return _NAMES.get(bare) or _NAMES.get(name.replace(COMPILED, "").removeprefix("model."))
 
 
-def released_name(ours: str, flat: bool = False) -> str | None:
-    """The released name, without wrappers, of a weight of ours (flat: in FPRM); None where the released code has none."""
+def released_name(ours: str, fprm: bool = False) -> str | None:
+    """The released name, without wrappers, of a weight of ours (fprm: in FPRM); None where the released code has none."""
     if match := _IN_LAYER.fullmatch(ours):
         level, index, part = match.groups()
         theirs = {v: k for k, v in (_LEVELS | _LAYER).items()}
         return f"{theirs[level]}.layers.{index}.{theirs[part]}.weight" if level in theirs and part in theirs else None
     if ours == "H_init":
-        return "L_optimizer.init_vec" if flat else "H_init"
+        return "L_optimizer.init_vec" if fprm else "H_init"
     return {v: k for k, v in _NAMES.items()}.get(ours)

@@ -98,7 +98,7 @@ def build_case(case: str, connection: ConnectionConfig, **parts: Any) -> LoopedR
 def same_gradients(case: str, model: LoopedReasoner, puzzle_gradient: Tensor | None) -> None:
     """Every gradient of the trainer's step against the released one, to 1e-4 of its norm plus 1e-6."""
     mine = {name: p.grad for name, p in model.named_parameters()} | {PUZZLE_ROWS: puzzle_gradient}
-    expected = {name if name == PUZZLE_ROWS else our_name(name): g for name, g in tensors(case, ".grads").items()}
+    expected = {name if name == PUZZLE_ROWS else str(our_name(name)): g for name, g in tensors(case, ".grads").items()}
     assert mine.keys() == expected.keys()
     for name, gradient in expected.items():
         got = mine[name]

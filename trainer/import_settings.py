@@ -30,6 +30,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "model.name": "eqr",
         "model/connection": "constant_step",
         "model.connection.step": 0.95,
+        "model.positions": "rope",  # with attention; none with the token mixer
         "schedule.segments": 16,
     },
 }
@@ -111,7 +112,7 @@ def family_of(weights: dict[str, Tensor]) -> str:
 def shown_by(path: Path, weights: dict[str, Tensor], family: str) -> dict[str, Any]:
     """Settings that the tensors' names and shapes leave no choice about."""
     layers = {name.split(".")[2] for name in weights if name.startswith("block.layers.")}
-    embedding = _matrix(path, weights, "token_embedding.weight")
+    embedding, _ = (_matrix(path, weights, n) for n in ("token_embedding.weight", "block.layers.0.mlp.down.weight"))
     mlp = "block.layers.0.token_mlp.down.weight" in weights
     settings: dict[str, Any] = {
         "model.hidden_size": embedding.shape[1],
@@ -143,7 +144,7 @@ def shown_by(path: Path, weights: dict[str, Tensor], family: str) -> dict[str, A
 
 
 def told_by(path: Path, family: str) -> dict[str, tuple[Any, str]]:
-    """Settings that a released all_config.yaml holds, with its name for each; and `seq_len` where it is there."""
+    """Settings that a released all_config.yaml holds, with its words for each; and `seq_len` where it is there."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -154,29 +155,38 @@ def told_by(path: Path, family: str) -> dict[str, tuple[Any, str]]:
     if not isinstance(arch, dict):
         raise UserError(f"{path}: expected the all_config.yaml that a released run writes, with a section `arch`")
     built_in = _BUILT_IN if family == "fprm" else {"causal": False}
+    if family == "eqr" and "H_init_std" in arch:
+        built_in = built_in | {"L_init_std": arch["H_init_std"]}
     for key, value in built_in.items():
         if key in arch and arch[key] != value:
             raise UserError(f"{path}: {key}={arch[key]}: only {key}={value} can be imported")
-    table = _PLAIN | _OF_FAMILY.get(family, _NESTED)
-    told = {ours: (arch[theirs], theirs) for theirs, ours in table.items() if arch.get(theirs) is not None}
+    told: dict[str, tuple[Any, str]] = {}
+
+    def tell(ours: str, theirs: str, value: Any) -> None:
+        told[ours] = (value, f"{theirs}={arch.get(theirs)}")
+
+    for theirs, ours in (_PLAIN | _OF_FAMILY.get(family, _NESTED)).items():
+        if arch.get(theirs) is not None:
+            tell(ours, theirs, arch[theirs])
     if "mlp_t" in arch:
-        told["model.mixer"] = ("mlp" if arch["mlp_t"] else "attention", "mlp_t")
-    if "pos_encodings" in arch and not arch.get("mlp_t"):
-        positions = arch["pos_encodings"] or "none"
-        if positions not in ("rope", "learned", "none"):
-            raise UserError(f"{path}: pos_encodings={positions}: only rope, learned and none can be imported")
-        told["model.positions"] = (positions, "pos_encodings")
-    if "puzzle_emb_len" in arch or "puzzle_emb_ndim" in arch:
-        dim, tokens = arch.get("puzzle_emb_ndim") or 0, arch.get("puzzle_emb_len") or 0
-        if arch.get("hidden_size"):
-            told["model.puzzle_tokens"] = (tokens or math.ceil(dim / arch["hidden_size"]), "puzzle_emb_len")
+        tell("model.mixer", "mlp_t", "mlp" if arch["mlp_t"] else "attention")
+    if "pos_encodings" in arch and not arch.get("mlp_t"):  # with the token mixer they have no effect
+        tell("model.positions", "pos_encodings", arch["pos_encodings"] or "none")
+        if told["model.positions"][0] not in ("rope", "learned", "none"):
+            raise UserError(
+                f"{path}: pos_encodings={arch['pos_encodings']}: only rope, learned and none can be imported"
+            )
+    dim, width, tokens = (arch.get(key) or 0 for key in ("puzzle_emb_ndim", "hidden_size", "puzzle_emb_len"))
+    if type(dim) is int and type(width) is int and width > 0 and "puzzle_emb_ndim" in arch:
+        tell("model.puzzle_tokens", "puzzle_emb_len", tokens or -(-dim // width))
     if family == "fprm" and "fixed_init" in arch:
-        told["model.initial_state"] = ("fixed" if arch["fixed_init"] else "noise", "fixed_init")
+        tell("model.initial_state", "fixed_init", "fixed" if arch["fixed_init"] else "noise")
     if family == "fprm" and "conv_type" in arch:
-        told["model.block.convolution"] = (_CONVOLUTIONS.get(arch["conv_type"]), "conv_type")
-    for theirs, place in (("seq_len", arch), ("seed", content)):
-        if type(place.get(theirs)) is int:
-            told[theirs] = (place[theirs], theirs)
+        tell("model.block.convolution", "conv_type", _CONVOLUTIONS.get(str(arch["conv_type"])))
+    if type(arch.get("seq_len")) is int:
+        tell("seq_len", "seq_len", arch["seq_len"])
+    if type(content.get("seed")) is int:
+        told["seed"] = (content["seed"], f"seed={content['seed']}")
     return told
 
 
@@ -189,17 +199,21 @@ def settle(
     """
     given = {full_key(o): line for o, line in zip(parse_overrides(lines, TrainConfig, sweep=False), lines, strict=True)}
     family = family_of(weights)
+    if family in ("fprm", "infiloop") and given.get("model", f"model={family}") != f"model={family}":
+        raise UserError(f"{given['model']}: the weights of {path} have the names of model={family}; leave it out")
     shown = shown_by(path, weights, family)
     told = {} if told_in is None else told_by(told_in, family)
     for key, (value, theirs) in told.items():
         if key in shown and shown[key] != value:
-            raise UserError(f"{told_in}: {theirs}={value}, but the weights of {path} say {key}={shown[key]}")
+            raise UserError(f"{told_in}: {theirs}, but the weights of {path} say {key}={shown[key]}")
     preset = FAMILIES[family] | (FAMILIES["fprm, Maze"] if shown.get("model.block.convolution") == "causal" else {})
     chosen = preset | {key: value for key, (value, _) in told.items() if key != "seq_len"} | shown
-    origin = {key: f"{told_in and told_in.name}, {theirs}" for key, (_, theirs) in told.items()}
+    origin = {key: f"{told_in and told_in.name}: {theirs}" for key, (_, theirs) in told.items()}
     origin |= dict.fromkeys(shown, "weights")
     config = _compose(chosen, given)
     if seq_len is not None:
+        if seq_len <= 0:
+            raise UserError(f"--seq-len={seq_len}: expected a number of cells, above 0")
         origin["seq_len"] = "you"
     elif "seq_len" in told:
         seq_len = told["seq_len"][0]
@@ -217,14 +231,14 @@ def settle(
             chosen |= {"model.expansion": expansion, "model.ffn_multiple": multiple}
             if "model.expansion" in told and told["model.expansion"][0] != expansion:
                 raise UserError(
-                    f"{told_in}: expansion={told['model.expansion'][0]}, but the weights of {path} have inner widths "
-                    f"{widths}; model.ffn_multiple can be given too"
+                    f"{told_in}: {told['model.expansion'][1]}, but the weights of {path} have inner widths {widths} by width"
                 )
         origin |= dict.fromkeys(multiples, "weights")
     if box := sudoku_box(weights["token_embedding.weight"].shape[0], seq_len):
         chosen["data"] = SUDOKU_DATA.get(seq_len, "sudoku9")
         chosen |= {"data.box_rows": box.rows, "data.box_cols": box.cols}
-        origin |= dict.fromkeys(("data.box_rows", "data.box_cols"), "vocabulary")
+        if seq_len not in SUDOKU_DATA:
+            chosen["data.name"] = f"sudoku{box.digits}"
         if "data" in given:  # puzzles to evaluate on are yours to choose; evaluate.py checks that they fit
             chosen = {key: value for key, value in chosen.items() if not key.startswith("data")}
     config = _compose(chosen, given)
@@ -286,12 +300,10 @@ def _lengths(path: Path, weights: dict[str, Tensor], seq_len: int | None, tokens
         if seq_len is None:
             raise UserError(f"{path}: a vocabulary of {vocabulary} does not tell the number of cells; give --seq-len")
         return seq_len, None
-    if tokens is not None and seq_len is None:
-        seq_len = total - tokens
-    elif tokens is None:
-        seq_len = CELLS.get(vocabulary, 0) if seq_len is None else seq_len
-        tokens = total - seq_len
-    if not 0 < seq_len <= total or tokens is None or seq_len + tokens != total:
+    if seq_len is None:
+        seq_len = CELLS.get(vocabulary, 0) if tokens is None else total - tokens
+    tokens = total - seq_len if tokens is None else tokens
+    if seq_len <= 0 or tokens < 0 or seq_len + tokens != total:
         raise UserError(
             f"{path}: its weights have {total} positions, not {seq_len} cells and {tokens} puzzle tokens; give --seq-len, "
             "model.puzzle_tokens, or both"

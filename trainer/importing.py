@@ -19,10 +19,9 @@ from models.core import LoopedReasoner
 from models.released import released_name
 from trainer.checkpoint import FORMAT, packed
 from trainer.errors import UserError
-from trainer.files import write_atomically
 from trainer.import_settings import Settled, flattened, settle, sudoku_box
 from trainer.released_weights import Names, named_weights
-from trainer.state_file import read_state, refuse_existing, some
+from trainer.state_file import read_state, refuse_existing, some, write_new
 
 
 def import_checkpoint(
@@ -47,8 +46,13 @@ def import_checkpoint(
     for line in (*notes, *told(settled, model, meta)):
         say(line)
     dtypes = sorted({entry["dtype"] for entry in record.values() if entry["ours"] is not None})
-    masks = sum(entry["ours"] is None for entry in record.values())
-    say(f"{source}: {len(weights)} weights in {' and '.join(dtypes)}, kept in float32; {masks} dropout masks ignored")
+    masks = [name for name, entry in record.items() if entry["ours"] is None]
+    dropping = sum(not bool((state[name] == 1).all()) for name in masks)
+    say(f"{source}: {len(weights)} weights in {' and '.join(dtypes)}, kept in float32")
+    if masks:
+        say(
+            f"{source}: {len(masks)} dropout masks ignored" + (f", {dropping} of them not all ones" if dropping else "")
+        )
     buffers = {name for name, _ in model.named_buffers()}
     header = {
         "format": FORMAT,
@@ -61,7 +65,7 @@ def import_checkpoint(
     tensors = {
         f"{'buffer' if name in buffers else 'ema'}.{name}": t.contiguous() for name, t in model.state_dict().items()
     }
-    write_atomically(target, packed(tensors, header))
+    write_new(target, packed(tensors, header))
     say(f"written: {target}")
     return model
 
@@ -80,13 +84,15 @@ def fitted(source: Path, weights: dict[str, Tensor], record: dict[str, Any], set
             "a map of names (--names)"
         )
     if missing := [name for name in expected if name not in weights and not _optional(name, settled)]:
-        named = [released_name(name, config.recursion == "flat") or name for name in missing]
+        named = [released_name(name, fprm=config.block.kind == "tied") or name for name in missing]
         raise UserError(f"{source}: lacks {some(named)}; model={config.name} needs them")
-    for name, tensor in weights.items():
-        if tensor.shape != expected[name].shape:
-            raise UserError(
-                f"{source}: {theirs[name]} has shape {list(tensor.shape)}, its settings ask for {list(expected[name].shape)}"
-            )
+    misshapen = [
+        f"{theirs[name]} has shape {list(t.shape)}, its settings ask for {list(expected[name].shape)}"
+        for name, t in weights.items()
+        if t.shape != expected[name].shape
+    ]
+    if misshapen:
+        raise UserError(f"{source}: {some(misshapen)}")
     for name in expected.keys() - weights.keys():
         weights[name] = torch.zeros_like(expected[name])
     model.load_state_dict(weights)
@@ -134,7 +140,9 @@ def told(settled: Settled, model: LoopedReasoner, meta: DataMeta) -> list[str]:
     rows += [("seq_len", model.seq_len)]
     width = max(len(key) for key, _ in rows)
     puzzles = f"Sudoku {meta.box.size_name}" if meta.box_rows else "no Sudoku"
+    left_out = ["  EqR's noise on every update is left out"] if settled.family == "eqr" else []
     return [
         f"family: {settled.family}; vocabulary {model.vocab_size}, {meta.num_puzzle_ids} puzzle ids: {puzzles}",
+        *left_out,
         *(f"  {key:<{width}}  {value!s:<20}  {settled.origin.get(key, 'preset')}" for key, value in rows),
     ]

@@ -113,6 +113,8 @@ def released_state(
         weights = {name: t for name, t in weights.items() if name not in ("H_init", "L_init")}
     if config.puzzle_emb_dim == 0:
         del weights["puzzle_table"]
+        if config.puzzle_tokens:  # which enter as zeros; the released code has them from a table alone
+            weights["puzzle_table"] = torch.zeros(1, config.hidden_size)
     mapped = {ours: theirs for theirs, ours in names.items() if ours is not None}
     lead = WRAPPERS if prefix is None else prefix
     state: dict[str, Tensor] = {}
@@ -122,7 +124,7 @@ def released_state(
             if ours.endswith(".raw_decay") and (given := mapped.pop(ours.replace("raw_decay", kind), None)):
                 lam = F.softplus(tensor)
                 theirs, tensor = given, torch.exp(-lam) if kind == "beta" else lam
-        bare = released_name(ours, config.recursion == "flat")
+        bare = released_name(ours, fprm=config.block.kind == "tied")
         if theirs is None and bare is None:
             raise UserError(
                 f"{checkpoint.path}: the released code has no weight like {ours}; --names can give it a name"

@@ -3,6 +3,7 @@
 import io
 import pickle
 import re
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,21 @@ WRAPPERS = ("model", "state_dict", "model_state_dict")
 """Keys under which training programs keep the weights in a larger file."""
 SHOWN = 4
 """Names told in one line."""
+DAMAGE = (
+    RuntimeError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+    EOFError,
+    OSError,
+    struct.error,
+)
+"""What torch.load makes of a cut or damaged file."""
 
 
-def some(names: "list[str]") -> str:
+def some(names: list[str]) -> str:
     """The first few names, and how many more."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more
@@ -72,8 +85,7 @@ def _unpickled(path: Path, content: bytes) -> Any:
             f"{path}: refused, unpickling it would call {asked[1]}; only tensors are read: where the file comes from, save "
             "its model's state_dict alone"
         ) from error
-    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError, EOFError, OSError) as error:
-        # What the reader makes of a cut or damaged file.
+    except DAMAGE as error:
         raise UserError(f"{path}: not a readable torch.save file, or damaged; get it again") from error
 
 
@@ -102,13 +114,22 @@ def _averaged(path: Path, held: Any, state: dict[str, Tensor]) -> dict[str, Tens
 
 
 def write_state(path: Path, state: dict[str, Tensor]) -> None:
-    """A state_dict as torch.save writes it, or as safetensors, by the file's ending; a file that is there is kept."""
-    refuse_existing(path)
+    """A new file with the state_dict as torch.save writes it, or as safetensors, by the file's ending."""
     if path.suffix == ".safetensors":
-        return write_atomically(path, save_safetensors(state))
+        return write_new(path, save_safetensors(state))
     content = io.BytesIO()
     torch.save(state, content)
-    return write_atomically(path, content.getvalue())
+    return write_new(path, content.getvalue())
+
+
+def write_new(path: Path, content: bytes) -> None:
+    """Write a file that is not there yet, and the folder it belongs to."""
+    refuse_existing(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{path.parent}: cannot be made ({error.strerror}); choose another place") from error
+    write_atomically(path, content)
 
 
 def refuse_existing(path: Path) -> None:
