@@ -40,7 +40,7 @@ class DataMeta:
     seq_len: int
     num_puzzle_ids: int
     source: str
-    """csv, hub:<id> or generated."""
+    """csv, hub:<id>, generated, file:<path> (a user's own puzzles) or imported:<file> (unknown, see trainer/importing.py)."""
     revision: str | None
     """csv: sha256 of both files; hub: commit; generated: version of the generator."""
     seed: int

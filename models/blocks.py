@@ -1,7 +1,7 @@
 """The shared block: attention or a token-mixing MLP, then SwiGLU, in post-norm (TRM), pre-norm or tied residuals (FPRM).
 
 Shapes: B puzzles, T positions, D width. Weights are float32 and cast to the input's dtype where used. State-dict names
-are ours; tests/parity.py maps the released code's names onto them.
+are ours; models/released.py maps the released code's names onto them.
 """
 
 import math

@@ -10,7 +10,6 @@ import logging
 from functools import partial
 from pathlib import Path
 
-from data.arrays import DataMeta
 from data.sudoku import digits_from_tokens, format_grid
 from trainer.checkpoint import load_checkpoint
 from trainer.cli import run_program
@@ -32,7 +31,7 @@ def main(folder: Path) -> None:
     everything = []
     for name in ("infiloop", "trm"):
         checkpoint = load_checkpoint(BUNDLED / f"{name}_sudoku6.safetensors")
-        split, meta = own_puzzles(BUNDLED / "sudoku6_demo.csv", DataMeta(**checkpoint.data_meta))
+        split, meta = own_puzzles(BUNDLED / "sudoku6_demo.csv", checkpoint)
         results, evaluation = evaluate_checkpoint(checkpoint, split, meta, settings, runtime)
         everything.append((name, results, evaluation))
 

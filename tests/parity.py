@@ -1,4 +1,7 @@
-"""The parity fixtures: released TRM weights and names mapped onto ours. fixtures/parity/README.md says what they hold."""
+"""The parity fixtures: released weights, imported, and what the released code computes with them.
+
+fixtures/parity/README.md says what they hold.
+"""
 
 import json
 from pathlib import Path
@@ -9,37 +12,14 @@ from torch import Tensor
 
 from models.config import ConnectionConfig, DampedFixedPointConfig, ModelConfig, TiedBlockConfig
 from models.core import LoopedReasoner
+from models.released import our_name
+from trainer.released_weights import named_weights
+from trainer.state_file import read_state
 
 FIXTURES = Path(__file__).resolve().parent / "fixtures" / "parity"
 
-# Applied in order to a released name; checkpoints of compiled training have "_orig_mod.model." in front.
-RENAMES = (
-    ("_orig_mod.", ""),
-    ("model.inner.", "inner."),
-    ("inner.L_level.alpha_1_param", "block.raw_alpha_1"),
-    ("inner.L_level.alpha_2_param", "block.raw_alpha_2"),
-    ("inner.L_level.", "block."),
-    ("inner.L_optimizer.init_vec", "H_init"),
-    ("self_attn.qkv_proj", "attention.qkv"),
-    ("self_attn.o_proj", "attention.out"),
-    ("mlp_t.", "token_mlp."),
-    ("gate_up_proj", "gate_up"),
-    ("down_proj", "down"),
-    ("inner.embed_tokens.embedding_weight", "token_embedding.weight"),
-    ("inner.lm_head", "lm_head"),
-    ("inner.q_head", "halting.head"),
-    ("inner.puzzle_emb.weights", "puzzle_table"),
-    ("inner.H_init", "H_init"),
-    ("inner.L_init", "L_init"),
-)
 PUZZLE_ROWS = "inner.puzzle_emb.local_weights"
 """Name under which the fixtures keep the gradient of the batch's puzzle rows."""
-
-
-def our_name(name: str) -> str:
-    for theirs, ours in RENAMES:
-        name = name.replace(theirs, ours)
-    return name
 
 
 def facts(case: str) -> dict[str, Any]:
@@ -106,8 +86,8 @@ def build_case(case: str, connection: ConnectionConfig, **parts: Any) -> LoopedR
         config["seq_len"],
         config["num_puzzle_identifiers"],
     )
-    released = tensors(case, ".weights")
-    weights = {our_name(name): value for name, value in released.items() if not name.endswith(".mask")}
+    file = FIXTURES / f"{case}.weights.safetensors"
+    weights, _ = named_weights(file, read_state(file)[0], {})
     # A file with the attention residual on one axis keeps unused numbers of the other.
     unused = set(weights) - set(model.state_dict())
     assert unused <= {f"{axis}.{leaf}" for axis in ("inner", "outer") for leaf in ("query", "raw_decay")}, unused
@@ -118,7 +98,7 @@ def build_case(case: str, connection: ConnectionConfig, **parts: Any) -> LoopedR
 def same_gradients(case: str, model: LoopedReasoner, puzzle_gradient: Tensor | None) -> None:
     """Every gradient of the trainer's step against the released one, to 1e-4 of its norm plus 1e-6."""
     mine = {name: p.grad for name, p in model.named_parameters()} | {PUZZLE_ROWS: puzzle_gradient}
-    expected = {name if name == PUZZLE_ROWS else our_name(name): g for name, g in tensors(case, ".grads").items()}
+    expected = {name if name == PUZZLE_ROWS else str(our_name(name)): g for name, g in tensors(case, ".grads").items()}
     assert mine.keys() == expected.keys()
     for name, gradient in expected.items():
         got = mine[name]

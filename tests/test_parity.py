@@ -14,7 +14,7 @@ from data.sampler import Batch, TrainSampler
 from models.config import ConnectionConfig
 from models.connections import AttentionResidual, DecayMemory, FullAttentionResidual
 from models.core import LoopedReasoner, Memory
-from tests.parity import build_case, facts, our_name, same_gradients, tensors
+from tests.parity import build_case, facts, same_gradients, tensors
 from tests.tiny import CARRY_LAST, assert_close, residual, train_config
 from trainer.loop import empty_carry, forward_backward, mark_finished, replace_finished
 
@@ -142,13 +142,6 @@ def test_rows_are_replaced_as_in_the_released_wrapper(case: str) -> None:
         said = (result.halt_logit >= 0) == result.exact
         assert (said & counted).sum() == io[f"{at}.metric.q_halt_accuracy"]
     assert drawn == 4 + sum(int(io[f"act.{step}.halted"].sum()) for step in range(5))
-
-
-def test_names_of_released_checkpoints() -> None:
-    """A released file, saved compiled or not, loads under the same names."""
-    name = "inner.L_level.layers.1.self_attn.qkv_proj.weight"
-    for prefix in ("", "model.", "_orig_mod.model."):
-        assert our_name(prefix + name) == "block.layers.1.attention.qkv.weight"
 
 
 # --- the attention residual alone, against the full form in float64 --------------------------------------------------

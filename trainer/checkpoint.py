@@ -17,6 +17,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from data.arrays import DataMeta
+from data.sudoku import Box
 from models.core import LoopedReasoner
 from trainer.config import TrainConfig
 from trainer.errors import UserError
@@ -37,6 +38,19 @@ class Checkpoint:
     tensors: dict[str, Tensor]
     sha256: str
     """Digest of the tensors when they were written."""
+    imported: dict[str, Any] | None = None
+    """Of a released file: its name, and the record of its tensors (trainer/released_weights.py)."""
+
+    @property
+    def box(self) -> Box:
+        """The Sudoku that the model reads; a released model of other puzzles has none."""
+        meta = self.data_meta
+        if meta["box_rows"] == 0:
+            raise UserError(
+                f"{self.path}: its model reads {meta['seq_len']} cells with {meta['vocab_size']} tokens, which is no "
+                "Sudoku, and only Sudoku can be evaluated and solved"
+            )
+        return Box(meta["box_rows"], meta["box_cols"])
 
     def build_model(self, weights: Literal["ema", "raw"]) -> LoopedReasoner:
         """The model with the chosen weights, in float32 on the CPU."""
@@ -149,7 +163,10 @@ def load_checkpoint(path: Path) -> Checkpoint:
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path}: not a readable safetensors file ({error}); copy or train it again") from error
     if header is None:
-        raise UserError(f"{path}: has no longloop header; checkpoints of other projects must be imported first")
+        raise UserError(
+            f"{path}: has no longloop header; checkpoints of other projects must be imported first "
+            "(scripts/import_checkpoint.py)"
+        )
     try:
         fields = json.loads(header)
         if fields["format"] != FORMAT:
@@ -159,7 +176,16 @@ def load_checkpoint(path: Path) -> Checkpoint:
         for name in ("vocab_size", "seq_len", "num_puzzle_ids", "box_rows", "box_cols"):
             if type(getattr(meta, name)) is not int:
                 raise ValueError(f"data.{name} is no integer")
-        return Checkpoint(path, config, fields["step"], fields["data"], fields["validation"], tensors, fields["sha256"])
+        return Checkpoint(
+            path,
+            config,
+            fields["step"],
+            fields["data"],
+            fields["validation"],
+            tensors,
+            fields["sha256"],
+            fields.get("imported"),
+        )
     except (ValueError, KeyError, TypeError, ValidationError) as error:
         raise UserError(
             f"{path}: header not understood ({str(error).splitlines()[0]}); written by another version?"

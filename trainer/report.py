@@ -144,6 +144,14 @@ def breadth_of(evaluation: Evaluation, settings: EvalConfig) -> dict[str, Any]:
     }
 
 
+def trained_on(checkpoint: Checkpoint) -> str:
+    """The data of training, by name and fingerprint; of an imported checkpoint it is unknown."""
+    meta = checkpoint.data_meta
+    if checkpoint.imported is not None:
+        return f"unknown ({meta['source']})"
+    return f"{meta['name']} [{meta['fingerprint'][:12]}]"
+
+
 def results_of(
     evaluation: Evaluation,
     split: Split,
@@ -188,6 +196,7 @@ def results_of(
         "model": config.model.name,
         "model_settings": config.model.model_dump(mode="json"),
         "seed": config.seed,
+        "trained_on": trained_on(checkpoint),
         "checkpoint": str(checkpoint.path),
         "checkpoint_step": checkpoint.step,
         "by_empty_cells": by_blanks(split, evaluation),
@@ -249,6 +258,7 @@ def summary(results: dict[str, Any], folder: Path, prefix: str = "") -> list[str
         f"updates = {r['block_applications']:,} block applications = {r['executed_layers']:,} executed layers",
         f"weights {r['weights']} of step {r['checkpoint_step']} (seed {r['seed']}), halting {r['halting']}, mean segments "
         f"{r['mean_segments']:.2f}, max {r['max_segments']}",
+        *([f"trained on {r['trained_on']}"] if r["trained_on"].startswith("unknown") else []),
         f"files: {folder / 'results.json'}, depth_curve.csv, depth_curve.png",
     ]
 
@@ -297,10 +307,36 @@ def final_report(
     return results
 
 
-def own_puzzles(path: Path, trained_on: DataMeta) -> tuple[Split, DataMeta]:
+def own_puzzles(path: Path, checkpoint: Checkpoint) -> tuple[Split, DataMeta]:
     """The puzzles of a CSV file, with an identity of their own: the file's name and the fingerprint of its rows."""
-    split = load_csv_puzzles(path, trained_on.box)
-    return split, replace(trained_on, name=path.name, source=f"file:{path}", fingerprint=split_fingerprint(split))
+    split = load_csv_puzzles(path, checkpoint.box)
+    return split, replace(
+        DataMeta(**checkpoint.data_meta), name=path.name, source=f"file:{path}", fingerprint=split_fingerprint(split)
+    )
+
+
+def checkpoint_puzzles(checkpoint: Checkpoint, split: str) -> tuple[Split, DataMeta]:
+    """A split of the data that the checkpoint's settings name, which must be what it was trained on.
+
+    The training data of an imported checkpoint is unknown: there, puzzles of the right shape are enough, and a line says so.
+    """
+    expected = DataMeta(**checkpoint.data_meta)
+    if checkpoint.imported is not None and checkpoint.config.data.digits != checkpoint.box.digits:
+        raise UserError(
+            f"{checkpoint.path}: reads {checkpoint.box.size_name} Sudoku, but its settings name data "
+            f"{checkpoint.config.data.name}; give puzzles=<csv>, or import it again with data=<fitting data>"
+        )
+    data = load_puzzle_data(checkpoint.config.data, log.info)
+    if checkpoint.imported is not None:
+        log.info(
+            f"{checkpoint.path}: imported, so that its training data is unknown: it may have seen any of these puzzles"
+        )
+    elif data.meta.fingerprint != expected.fingerprint:
+        raise UserError(
+            f"data {data.meta.name}: its fingerprint {data.meta.fingerprint[:12]} is not the checkpoint's "
+            f"({expected.name}, {expected.fingerprint[:12]}); give puzzles=<csv> to evaluate on other puzzles"
+        )
+    return (data.test if split == "test" else data.validation), data.meta
 
 
 def evaluation_label(results: dict[str, Any]) -> str:
@@ -324,17 +360,10 @@ def evaluate_program(config: EvaluateConfig) -> dict[str, Any]:
     if (conflict := config.eval.conflict(checkpoint.config.model)) is not None:
         raise UserError(f"{checkpoint.path}: {conflict}")
     runtime = set_up(config.trainer)
-    trained_on = DataMeta(**checkpoint.data_meta)
     if config.puzzles is not None:
-        split, meta = own_puzzles(config.puzzles, trained_on)
+        split, meta = own_puzzles(config.puzzles, checkpoint)
     else:
-        data = load_puzzle_data(checkpoint.config.data, log.info)
-        split, meta = (data.test if config.eval.split == "test" else data.validation), data.meta
-        if meta.fingerprint != trained_on.fingerprint:
-            raise UserError(
-                f"data {meta.name}: its fingerprint {meta.fingerprint[:12]} is not the checkpoint's "
-                f"({trained_on.name}, {trained_on.fingerprint[:12]}); give puzzles=<csv> to evaluate on other puzzles"
-            )
+        split, meta = checkpoint_puzzles(checkpoint, config.eval.split)
     log.info(f"evaluating {checkpoint.path} (step {checkpoint.step}, {config.eval.weights} weights)")
     results, _ = evaluate_checkpoint(checkpoint, split, meta, config.eval, runtime)
     if (asked := config.eval.layers) is not None and asked != results["executed_layers"]:

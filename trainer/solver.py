@@ -112,7 +112,7 @@ def verdict(answer: np.ndarray, puzzle: np.ndarray, box: Box) -> list[str]:
 def solve_program(config: SolveConfig) -> int:
     """Print each answer with its loops and verdict; 0 when all are valid, else 1."""
     checkpoint = load_checkpoint(find_checkpoint(config.checkpoint, config.which))
-    box = Box(checkpoint.data_meta["box_rows"], checkpoint.data_meta["box_cols"])
+    box = checkpoint.box
     puzzles = read_puzzles(config, box)
     if (puzzles != 0).all():
         raise UserError("nothing to solve: no cell is empty; give 0 or . for the cells to fill in")
