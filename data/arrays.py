@@ -2,8 +2,10 @@
 
 import hashlib
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
+import torch
 
 from data.generate import Puzzles
 from data.sudoku import Box, tokens_from_digits
@@ -11,14 +13,36 @@ from data.sudoku import Box, tokens_from_digits
 SPLITS = ("train", "validation", "test")
 
 
+class Rules(Protocol):
+    """What is known about right answers without labels; data/sudoku.py's Box knows Sudoku's."""
+
+    def to_fill(self, tokens: torch.Tensor) -> torch.Tensor:
+        """bool [B, S]: cells of the puzzles [B, S] that an answer fills in; the others are given."""
+        ...
+
+    def solved(self, answers: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """bool [B]: answers [B, S] that are complete, keep what the puzzle [B, S] gives and break no rule."""
+        ...
+
+
+class NoRules:
+    """Of puzzles that only their labels judge: every cell counts, no answer is recognised."""
+
+    def to_fill(self, tokens: torch.Tensor) -> torch.Tensor:
+        return torch.ones_like(tokens, dtype=torch.bool)
+
+    def solved(self, answers: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
+
+
 @dataclass(frozen=True)
 class Split:
-    """N puzzles as tokens (0 padding, 1 blank, 1 + d digit d)."""
+    """N puzzles as tokens. Token 0 is padding; Sudoku: 1 blank, 1 + d digit d."""
 
     inputs: np.ndarray
     """uint8 [N, S]."""
     labels: np.ndarray
-    """uint8 [N, S]: the solutions; all 0 where answers are unknown."""
+    """uint8 [N, S]: the solutions; 0 where there is no label."""
     rating: np.ndarray
     """int32 [N]: difficulty as the source counts it (generated: guesses, see `generate`); -1 unknown."""
     puzzle_ids: np.ndarray
@@ -36,6 +60,7 @@ class DataMeta:
     """What results must call it; generated sets never carry the name of a real one."""
     box_rows: int
     box_cols: int
+    """Of a Sudoku; 0 for puzzles whose rules are not known."""
     vocab_size: int
     seq_len: int
     num_puzzle_ids: int
@@ -60,7 +85,22 @@ class DataMeta:
 
     @property
     def box(self) -> Box:
+        assert self.box_rows, "only a Sudoku has boxes"
         return Box(self.box_rows, self.box_cols)
+
+    @property
+    def rules(self) -> Rules:
+        return self.box if self.box_rows else NoRules()
+
+
+@dataclass(frozen=True)
+class Groups:
+    """How the rows of a released data set belong together; see data/puzzle_dir.py."""
+
+    puzzle_indices: np.ndarray
+    """integers [puzzles + 1], first row of each puzzle"""
+    group_indices: np.ndarray
+    """integers [groups + 1], first puzzle of each group"""
 
 
 @dataclass(frozen=True)
@@ -72,6 +112,8 @@ class PuzzleData:
     validation: Split
     test: Split
     meta: DataMeta
+    groups: Groups | None = None
+    """Of the training rows, where they are drawn in the released order."""
 
 
 def split_from_puzzles(puzzles: Puzzles) -> Split:

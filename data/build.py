@@ -11,12 +11,13 @@ from pathlib import Path
 
 from data.arrays import SPLITS, DataMeta, PuzzleData, Split, data_fingerprint, split_fingerprint, split_from_puzzles
 from data.cache import cache_folder, read_data, read_meta, write_data
+from data.folder import load_puzzle_dir
 from data.generate import GENERATOR_VERSION
 from data.hub import HubUnavailable, check_hub, fetch_hub
 from data.splits import GENERATED_TEST_PUZZLES, SplitPuzzles, check_splits, generated_splits, real_splits
 from data.sudoku import Box
 from data.tables import load_csv_puzzles, read_csv
-from trainer.config import DataConfig
+from trainer.config import DataConfig, PuzzleDirConfig, SudokuConfig
 from trainer.errors import UserError
 
 __all__ = ["DataMeta", "PuzzleData", "Split", "check_source", "load_csv_puzzles", "load_puzzle_data"]
@@ -25,7 +26,7 @@ SUDOKU_EXTREME = "sapientinc/sudoku-extreme"
 Say = Callable[[str], None]
 
 
-def check_source(config: DataConfig) -> None:
+def check_source(config: SudokuConfig) -> None:
     """Raise UserError when an explicitly asked source or path cannot be had. Reads and creates nothing else."""
     if config.path is not None and config.source in ("auto", "csv"):
         for file in _csv_files(config.path):
@@ -52,6 +53,8 @@ def load_puzzle_data(config: DataConfig, say: Say = print) -> PuzzleData:
     Raises UserError when an explicit source cannot be had, rows are faulty, there are too few puzzles, or prepared data
     is damaged.
     """
+    if isinstance(config, PuzzleDirConfig):
+        return load_puzzle_dir(config, say)
     check_source(config)
     if config.source != "generated":
         prepared = _prepared(config)
@@ -87,7 +90,7 @@ def _csv_revision(folder: Path) -> str:
     return f"sha256:{digest.hexdigest()}"
 
 
-def _build_from_csv(config: DataConfig, folder: Path, say: Say) -> PuzzleData:
+def _build_from_csv(config: SudokuConfig, folder: Path, say: Say) -> PuzzleData:
     say(f"reading {folder}/train.csv and test.csv")
     revision = _csv_revision(folder)
     train, test = (read_csv(file, _box(config)) for file in _csv_files(folder))
@@ -95,7 +98,7 @@ def _build_from_csv(config: DataConfig, folder: Path, say: Say) -> PuzzleData:
     return _finish(config, splits, config.name, "csv", revision, _real_folder(config), say)
 
 
-def _build_from_hub(config: DataConfig, hub_id: str, say: Say) -> PuzzleData:
+def _build_from_hub(config: SudokuConfig, hub_id: str, say: Say) -> PuzzleData:
     say(f"fetching {hub_id} (waiting at most {config.hub_timeout:g} s for an answer)")
     train, test, revision = fetch_hub(hub_id, _box(config), config.hub_timeout)
     splits = real_splits(config, train, test, hub_id)
@@ -104,7 +107,7 @@ def _build_from_hub(config: DataConfig, hub_id: str, say: Say) -> PuzzleData:
     return _finish(config, splits, name, f"hub:{hub_id}", revision, _real_folder(config), say)
 
 
-def _load_generated(config: DataConfig, say: Say) -> PuzzleData:
+def _load_generated(config: SudokuConfig, say: Say) -> PuzzleData:
     name = f"generated-sudoku{config.digits}-{config.difficulty}"
     request = {
         **_request(config),
@@ -119,7 +122,7 @@ def _load_generated(config: DataConfig, say: Say) -> PuzzleData:
     return _finish(config, splits, name, "generated", f"generator-{GENERATOR_VERSION}", folder, say)
 
 
-def _say_banner(config: DataConfig, reason: str, say: Say) -> None:
+def _say_banner(config: SudokuConfig, reason: str, say: Say) -> None:
     real = "Sudoku-Extreme" if config.name == "sudoku-extreme" else config.name
     size = f"{config.digits}x{config.digits}"
     say(f"!! {real} cannot be had: {reason}")
@@ -127,7 +130,7 @@ def _say_banner(config: DataConfig, reason: str, say: Say) -> None:
     say(f"!! for {real}: set data.path to a folder with its train.csv and test.csv")
 
 
-def _no_hub(config: DataConfig, error: HubUnavailable) -> UserError:
+def _no_hub(config: SudokuConfig, error: HubUnavailable) -> UserError:
     return UserError(
         f"data.source=hub: {error}; download train.csv and test.csv of https://huggingface.co/datasets/{config.hub_id} "
         "into a folder and set data.source=csv data.path=<folder>"
@@ -137,21 +140,21 @@ def _no_hub(config: DataConfig, error: HubUnavailable) -> UserError:
 # --- prepared data ---------------------------------------------------------------------------------------------------
 
 
-def _box(config: DataConfig) -> Box:
+def _box(config: SudokuConfig) -> Box:
     return Box(config.box_rows, config.box_cols)
 
 
-def _request(config: DataConfig) -> dict[str, int | None]:
+def _request(config: SudokuConfig) -> dict[str, int | None]:
     """What the arrays of a data set depend on, besides its name and origin."""
     fields = ("box_rows", "box_cols", "train_puzzles", "validation_puzzles", "test_puzzles", "seed")
     return {field: getattr(config, field) for field in fields}
 
 
-def _real_folder(config: DataConfig) -> Path:
+def _real_folder(config: SudokuConfig) -> Path:
     return cache_folder(config.cache_dir, config.name, _request(config))
 
 
-def _prepared(config: DataConfig) -> Path | None:
+def _prepared(config: SudokuConfig) -> Path | None:
     """The folder of prepared real data, when it is there and comes from where the settings say."""
     if config.source == "generated":
         return None
@@ -168,7 +171,7 @@ def _prepared(config: DataConfig) -> Path | None:
     return folder if same else None
 
 
-def _load(folder: Path, config: DataConfig, say: Say) -> PuzzleData:
+def _load(folder: Path, config: SudokuConfig, say: Say) -> PuzzleData:
     data = read_data(folder)
     meta = replace(data.meta, num_aug=config.num_aug, rows=_rows(data, config))
     say(f"data: {meta.name} from {folder} ({_counts(meta)}), fingerprint {meta.fingerprint[:16]}")
@@ -176,7 +179,7 @@ def _load(folder: Path, config: DataConfig, say: Say) -> PuzzleData:
 
 
 def _finish(
-    config: DataConfig, splits: SplitPuzzles, name: str, source: str, revision: str | None, folder: Path, say: Say
+    config: SudokuConfig, splits: SplitPuzzles, name: str, source: str, revision: str | None, folder: Path, say: Say
 ) -> PuzzleData:
     """Check, record, keep and announce a new data set."""
     box = _box(config)
@@ -201,7 +204,7 @@ def _finish(
         split_fingerprints=fingerprints,
         checks=checks,
     )
-    data = PuzzleData(**arrays, meta=meta)
+    data = PuzzleData(arrays["train"], arrays["validation"], arrays["test"], meta)
     data = replace(data, meta=replace(meta, rows=_rows(data, config)))
     write_data(folder, data)
     say(f"data: {name} (source {source}, revision {revision}), kept in {folder}")
@@ -211,7 +214,7 @@ def _finish(
     return data
 
 
-def _rows(data: PuzzleData, config: DataConfig) -> dict[str, int | None]:
+def _rows(data: PuzzleData, config: SudokuConfig) -> dict[str, int | None]:
     train = None if config.num_aug is None else len(data.train) * (config.num_aug + 1)
     return {"train": train, "validation": len(data.validation), "test": len(data.test)}
 

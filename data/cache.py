@@ -49,7 +49,7 @@ def read_data(folder: Path) -> PuzzleData:
             raise _damaged(folder / "meta.json")
     if data_fingerprint(meta.split_fingerprints, meta.vocab_size, meta.seq_len) != meta.fingerprint:
         raise _damaged(folder / "meta.json")
-    return PuzzleData(**splits, meta=meta)
+    return PuzzleData(splits["train"], splits["validation"], splits["test"], meta)
 
 
 def write_data(folder: Path, data: PuzzleData) -> None:

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from data.arrays import Groups
 from models.losses import IGNORE
 from trainer.errors import UserError
 
@@ -41,10 +42,6 @@ class PuzzleSet:
     """integers [puzzles + 1]"""
     group_indices: np.ndarray
     """integers [groups + 1]"""
-
-    @property
-    def groups(self) -> int:
-        return len(self.group_indices) - 1
 
 
 @dataclass(frozen=True)
@@ -182,7 +179,7 @@ def _read_array(path: Path) -> np.ndarray:
 
 
 def training_rows(
-    source: PuzzleSet, batch: int, seed: int, number: int, passes: int = 1, within: Choice | None = None
+    source: Groups | PuzzleSet, batch: int, seed: int, number: int, passes: int = 1, within: Choice | None = None
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Batches of one iteration over the groups: example numbers int64 [batch] and their puzzles' numbers int64 [batch].
 
@@ -193,7 +190,7 @@ def training_rows(
     """
     rng = np.random.Generator(np.random.Philox(seed=seed + number + 1))
     within = np.random.Generator(np.random.Philox(key=[seed, number])) if within is None else within
-    order = np.concatenate([rng.permutation(source.groups) for _ in range(passes)])
+    order = np.concatenate([rng.permutation(len(source.group_indices) - 1) for _ in range(passes)])
     at = 0
     while True:
         rows, puzzles, filled = [], [], 0
@@ -268,7 +265,7 @@ def write_split(folder: Path, split: str, source: PuzzleSet, meta: FolderMeta) -
         array = getattr(source, part)
         np.save(place / f"all__{part}.npy", array if part in ("inputs", "labels") else array.astype(np.int32))
     record = {name: getattr(meta, name) for name in (*COUNTS, "ignore_label_id")} | {
-        "total_groups": source.groups,
+        "total_groups": len(source.group_indices) - 1,
         "mean_puzzle_examples": len(source.inputs) / len(source.puzzle_identifiers),
         "total_puzzles": len(source.puzzle_identifiers),
         "sets": ["all"],

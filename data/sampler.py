@@ -5,9 +5,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from data.arrays import Split
+from data.arrays import Groups, Split
+from data.puzzle_dir import training_rows
 from data.sudoku import Box
 from data.symmetry import augment, hash_numbers, row_key
+from models.losses import IGNORE
+from trainer.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -17,7 +20,7 @@ class Batch:
     inputs: torch.Tensor
     """int64 [count, S] tokens."""
     labels: torch.Tensor
-    """int64 [count, S] tokens; every cell is supervised."""
+    """int64 [count, S] tokens; IGNORE where there is no label."""
     puzzle_ids: torch.Tensor
     """int32 [count]."""
     base_ids: torch.Tensor
@@ -72,3 +75,55 @@ class TrainSampler:
             hashes = hash_numbers(self.seed, p, np.arange(len(self.split)), 1)
             self._pass, self._order = p, np.argsort(hashes, kind="stable")
         return self._order
+
+
+class GroupSampler:
+    """Draw number i is row i of the released loader's batches, one after another (data/puzzle_dir.py).
+
+    The released trainers take a whole batch every step and use the rows of finished puzzles; here every draw is used, in
+    the same order. Draws are cheap one after another; going back begins anew.
+    """
+
+    def __init__(self, split: Split, groups: Groups, batch: int, passes: int, seed: int) -> None:
+        self.split, self.groups, self.batch, self.passes, self.seed = split, groups, batch, passes, seed
+        self._rewind()
+
+    def _rewind(self) -> None:
+        self._iteration, self._batches = -1, iter(())
+        self._first, self._rows = 0, np.empty(0, np.int64)
+
+    def _advance(self) -> None:
+        """The next batch, of the next iteration where this one has ended."""
+        self._first += len(self._rows)
+        found = next(self._batches, None)
+        if found is None:
+            self._iteration += 1
+            self._batches = training_rows(self.groups, self.batch, self.seed, self._iteration, self.passes)
+            found = next(self._batches, None)
+        if found is None:
+            raise UserError(
+                f"schedule.global_batch={self.batch}: {self.passes} passes over the training groups do not fill it; lower it "
+                "or raise data.passes"
+            )
+        self._rows = found[0]
+
+    def draw(self, first: int, count: int) -> Batch:
+        """Draws number first .. first + count - 1."""
+        if first < self._first:
+            self._rewind()
+        parts, wanted = [], first
+        while wanted < first + count:
+            while wanted >= self._first + len(self._rows):
+                self._advance()
+            parts.append(self._rows[wanted - self._first : first + count - self._first])
+            wanted += len(parts[-1])
+        rows = np.concatenate(parts) if parts else np.empty(0, np.int64)
+        labels = self.split.labels[rows].astype(np.int64)
+        draws = np.arange(first, first + count)
+        return Batch(
+            inputs=torch.from_numpy(self.split.inputs[rows].astype(np.int64)),
+            labels=torch.from_numpy(np.where(labels == 0, IGNORE, labels)),
+            puzzle_ids=torch.from_numpy(self.split.puzzle_ids[rows]),
+            base_ids=torch.from_numpy(rows),
+            noise_keys=torch.from_numpy((hash_numbers(self.seed, draws, 0, 3) >> np.uint64(1)).astype(np.int64)),
+        )

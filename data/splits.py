@@ -14,7 +14,7 @@ from data.symmetry import (
     puzzles_symmetric_to,
     solutions_symmetric_to,
 )
-from trainer.config import DataConfig
+from trainer.config import SudokuConfig
 from trainer.errors import UserError
 
 GENERATED_TEST_PUZZLES = 2_000
@@ -25,7 +25,7 @@ _CHUNK = 4_000
 SplitPuzzles = dict[str, Puzzles]
 
 
-def generated_splits(config: DataConfig, say: Callable[[str], None]) -> SplitPuzzles:
+def generated_splits(config: SudokuConfig, say: Callable[[str], None]) -> SplitPuzzles:
     """Splits of generated puzzles, no two of which are symmetric. UserError when there are too few such puzzles.
 
     Test puzzles come first in the generator's sequence, then validation, then training puzzles: so runs with different
@@ -70,7 +70,7 @@ def _distinct_puzzles(box: Box, count: int, seed: int, difficulty: Difficulty, s
     return take(kept, slice(0, count))
 
 
-def real_splits(config: DataConfig, train: Puzzles, test: Puzzles, origin: str) -> SplitPuzzles:
+def real_splits(config: SudokuConfig, train: Puzzles, test: Puzzles, origin: str) -> SplitPuzzles:
     """Seeded subsamples of a published data set; `origin` names it in errors.
 
     Test puzzles are taken as published: all, or data.test_puzzles of them. Training and then validation puzzles are

@@ -48,6 +48,15 @@ class Box:
         """Such as 9x9."""
         return f"{self.digits}x{self.digits}"
 
+    def to_fill(self, tokens: torch.Tensor) -> torch.Tensor:
+        """bool [B, S]: the empty cells of puzzles [B, S] (tokens)."""
+        return tokens == BLANK_TOKEN
+
+    def solved(self, answers: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """bool [B]: answers [B, S] (tokens) that solve their puzzles [B, S], by the rules alone."""
+        digits, givens = ((t.long() - BLANK_TOKEN).clamp(min=0) for t in (answers, tokens))
+        return is_complete_solution(digits, givens, self)
+
 
 def tokens_from_digits(grids: np.ndarray) -> np.ndarray:
     """Digits (0 blank) to tokens, uint8, any shape."""

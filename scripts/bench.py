@@ -25,7 +25,7 @@ from models.blocks import Linear
 from models.core import LoopedReasoner
 from trainer.cli import run_program
 from trainer.compose import compose_launch
-from trainer.config import TrainConfig
+from trainer.config import SudokuConfig, TrainConfig
 from trainer.loop import Carry, empty_carry, forward_backward
 from trainer.runtime import seed_everything, set_up
 
@@ -95,6 +95,8 @@ def bench(overrides: list[str]) -> int:
     config = compose_launch("config", ["experiment=sudoku6_cpu", *overrides], TrainConfig).jobs[0]
     seed_everything(config.seed)
     runtime = set_up(config.trainer)
+    if not isinstance(config.data, SudokuConfig):
+        sys.exit("bench: data=sudoku6 and other generated data give the shapes")
     box, schedule = Box(config.data.box_rows, config.data.box_cols), config.schedule
     model = LoopedReasoner(config.model, box.vocab_size, box.cells).to(runtime.device)
     model.compute_dtype = runtime.dtype

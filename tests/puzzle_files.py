@@ -11,24 +11,24 @@ from data.build import load_puzzle_data
 from data.generate import Puzzles
 from data.sudoku import Box, digits_from_tokens
 from data.symmetry import canonical_puzzle_keys
-from trainer.config import DataConfig
+from trainer.config import SudokuConfig
 
 SIX = Box(2, 3)
 
 
-def settings(cache_dir: Path, **changes: Any) -> DataConfig:
+def settings(cache_dir: Path, **changes: Any) -> SudokuConfig:
     base = {
-        "name": "sudoku-extreme", "box_rows": 2, "box_cols": 3, "source": "generated", "train_puzzles": 20,
+        "kind": "sudoku", "name": "sudoku-extreme", "box_rows": 2, "box_cols": 3, "source": "generated", "train_puzzles": 20,
         "validation_puzzles": 10, "test_puzzles": 15, "seed": 0, "cache_dir": cache_dir, "hub_timeout": 0.5,
     }  # fmt: skip
-    return DataConfig.model_validate(base | changes)
+    return SudokuConfig.model_validate(base | changes)
 
 
 def quiet(_: str) -> None:
     pass
 
 
-def load(config: DataConfig) -> tuple[PuzzleData, list[str]]:
+def load(config: SudokuConfig) -> tuple[PuzzleData, list[str]]:
     said: list[str] = []
     return load_puzzle_data(config, said.append), said
 

@@ -13,7 +13,7 @@ import yaml
 
 from trainer.cli import compose_settings, run_program, run_train
 from trainer.compose import compose_launch
-from trainer.config import PROJECT, EvaluateConfig, SolveConfig, TrainConfig
+from trainer.config import PROJECT, EvaluateConfig, SolveConfig, SudokuConfig, TrainConfig
 from trainer.errors import UserError
 
 # A program whose job does what its seed says, so that no test here trains anything.
@@ -247,6 +247,7 @@ def test_saved_settings_give_way_to_the_command_line(folder: Path):
     assert wait(start("experiment=tiny", "seed=3", "run_dir=first")).code == 0
     launch = compose_launch("config", ["from=first", "data=sudoku6", "schedule.lr=0.5", "seed=4"], TrainConfig)
     (job,) = launch.jobs
+    assert isinstance(job.data, SudokuConfig)
     assert (job.data.name, job.data.box_cols, job.schedule.lr, job.seed) == ("sudoku6", 3, 0.5, 4)
     assert job.model.hidden_size == 32 and job.run_dir.parent == Path("outputs")  # a directory of its own
     other = compose_launch("config", ["from=first", "model/connection=constant_step"], TrainConfig).jobs[0]

@@ -26,7 +26,7 @@ from tests.tiny import (
 )
 from trainer.evaluator import Depth, evaluate
 from trainer.loop import empty_carry, forward_backward, mark_finished, replace_finished
-from trainer.optim import build_adamw, set_lr
+from trainer.optim import build_optimizer, set_lr
 
 CONNECTIONS: dict[str, ConnectionConfig] = {
     "carry_last": CARRY_LAST,
@@ -83,7 +83,7 @@ def test_trains_and_replaces_rows(model: dict[str, Any], connection: ConnectionC
     row gets fresh memory and its neighbours keep theirs bit for bit."""
     made = build(settings(model, connection, axes)).train()
     config, sampler = train_config(made.config, segments=9, global_batch=4), CountingSampler()
-    optimizer = build_adamw(made, config.schedule)
+    optimizer = build_optimizer(made, config.schedule)
     carry, drawn = replace_finished(empty_carry(made, 4), made, sampler, 0)
     before, losses = {name: p.detach().clone() for name, p in made.named_parameters()}, []
     for _ in range(2):

@@ -13,7 +13,7 @@ import yaml
 
 from trainer.cli import dump_config
 from trainer.compose import CONF, compose_launch, validate
-from trainer.config import PROJECT, EvalConfig, EvaluateConfig, SolveConfig, TrainConfig
+from trainer.config import PROJECT, EvalConfig, EvaluateConfig, SolveConfig, SudokuConfig, TrainConfig
 from trainer.errors import UserError
 
 CONNECTIONS = sorted(path.stem for path in (CONF / "model/connection").glob("*.yaml"))
@@ -103,6 +103,7 @@ def test_default_run_is_the_papers_recipe():
         "halt_loss_weight": 0.5,
     }
     data = config.data
+    assert isinstance(data, SudokuConfig)
     assert (data.source, data.hub_id) == ("auto", "sapientinc/sudoku-extreme")
     assert (data.train_puzzles, data.num_aug, data.test_puzzles, data.digits) == (1000, 1000, None, 9)
     assert (config.trainer.device, config.trainer.dtype, config.trainer.compile) == ("auto", "auto", "auto")
@@ -139,7 +140,8 @@ def test_every_value_of_a_paper_recipe_says_where_it_is_from(path: str):
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_composes(option: str):
-    assert train_config(option)
+    needs = ["data.path=somewhere"] if option == "data=puzzle_dir" else []
+    assert train_config(option, *needs)
 
 
 @pytest.mark.parametrize("option", ["trainer=cpu", "trainer=gpu", "eval=default"])
@@ -171,6 +173,7 @@ def test_experiments_are_short_and_their_launch_lines_compose(path: Path):
 
 def test_tiny_is_tiny():
     config = train_config("experiment=tiny")
+    assert isinstance(config.data, SudokuConfig)
     assert config.data.name == "sudoku4" and config.model.hidden_size == 32 and config.trainer.compile is False
     assert (config.data.train_puzzles, config.data.validation_puzzles, config.data.test_puzzles) == (16, 8, 12)
     assert (config.schedule.segments, config.schedule.global_batch, config.steps) == (3, 8, 20)
@@ -178,6 +181,7 @@ def test_tiny_is_tiny():
 
 def test_sudoku6_is_2000_test_puzzles_beyond_singles():
     data = train_config("data=sudoku6").data
+    assert isinstance(data, SudokuConfig)
     assert (data.box_rows, data.box_cols, data.difficulty, data.num_aug) == (2, 3, "beyond_singles", None)
     assert (data.train_puzzles, data.test_puzzles) == (1000, 2000)
 
@@ -298,7 +302,8 @@ def test_saved_settings_read_back_equal():
 
 def test_cache_lies_in_the_project_and_data_path_where_it_was_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    data = train_config("data.path=csvs").data
+    data, other = (train_config(line).data for line in ("data.path=csvs", f"data.cache_dir={os.sep}elsewhere"))
+    assert isinstance(data, SudokuConfig) and isinstance(other, SudokuConfig)
     assert data.cache_dir == PROJECT / "data/cache"
     assert data.path == tmp_path / "csvs"
-    assert train_config(f"data.cache_dir={os.sep}elsewhere").data.cache_dir == Path("/elsewhere")
+    assert other.cache_dir == Path("/elsewhere")

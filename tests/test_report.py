@@ -282,7 +282,7 @@ def test_results_by_empty_cells() -> None:
     answers = grids.labels.copy()
     answers[[1, 5, 6, 7], 0] = 1
     result = evaluate(Scripted(answers[:, None]), split, BOX4, Depth(1, 1, 1), batch_size=4)
-    assert by_blanks(split, result) == [
+    assert by_blanks(split, BOX4, result) == [
         {"empty_cells": 1, "n": 2, "exact": 1},
         {"empty_cells": 5, "n": 3, "exact": 3},
         {"empty_cells": 12, "n": 4, "exact": 1},

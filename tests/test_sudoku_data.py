@@ -17,7 +17,7 @@ from data.generate import Puzzles, generate
 from data.sudoku import Box, digits_from_tokens, tokens_from_digits
 from data.symmetry import augment, row_key
 from tests.puzzle_files import SIX, load, quiet, settings, split_keys, text, write_csv
-from trainer.config import DataConfig
+from trainer.config import SudokuConfig
 from trainer.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("no_hub")
@@ -151,7 +151,7 @@ def test_killed_build_leaves_nothing_that_counts(tmp_path: Path, monkeypatch: py
     assert len(load(settings(tmp_path))[0].train) == 20
 
 
-def _build(config: DataConfig, barrier: Any, queue: Any) -> None:
+def _build(config: SudokuConfig, barrier: Any, queue: Any) -> None:
     barrier.wait()
     queue.put(load_puzzle_data(config, quiet).meta.fingerprint)
 

@@ -50,7 +50,7 @@ class ArcVotes:
         for tokens, number, answer, logit in zip(inputs, puzzle_ids, answers, halt_logits, strict=True):
             if number == 0:
                 continue
-            task, augmentation = Augmentation.of_name(self.identifiers[number])
+            task, augmentation = Augmentation.of_name(self.identifiers[int(number)])
             pair = task, grid_key(augmentation.undo(crop(tokens)))
             grid = augmentation.undo(crop(answer))
             candidate = self.found.setdefault(pair, {}).setdefault(grid_key(grid), Candidate(grid))

@@ -31,9 +31,10 @@ ProjectPath = Annotated[
 # --- data ------------------------------------------------------------------------------------------------------------
 
 
-class DataConfig(Settings):
+class SudokuConfig(Settings):
     """A Sudoku family: where its puzzles come from and how many are used."""
 
+    kind: Literal["sudoku"]
     name: str
     """What results call this data set; a fallback to generated puzzles changes it."""
     box_rows: int = Field(ge=2, le=5)
@@ -63,7 +64,7 @@ class DataConfig(Settings):
     """Seconds to wait for the hub."""
 
     @model_validator(mode="after")
-    def _source_has_what_it_needs(self) -> "DataConfig":
+    def _source_has_what_it_needs(self) -> "SudokuConfig":
         if self.source == "csv" and self.path is None:
             raise ValueError("source=csv needs path: a folder with train.csv and test.csv")
         if self.path is not None and self.source in ("generated", "hub"):
@@ -79,6 +80,28 @@ class DataConfig(Settings):
     @property
     def digits(self) -> int:
         return self.box_rows * self.box_cols
+
+
+class PuzzleDirConfig(Settings):
+    """A folder in the format of the HRM, TRM and EqR repositories, trained on in their order."""
+
+    kind: Literal["puzzle_dir"]
+    name: str | None = None
+    """What results call this data set; null: the folder's name."""
+    path: SourcePath
+    """The folder with train/ and test/."""
+    validation_groups: int = Field(gt=0)
+    """Groups for choosing the best checkpoint, the last ones of train/, which are then not trained on; without effect
+    where the folder has a validation/ of its own."""
+    test_puzzles: int | None = Field(default=None, gt=0)
+    """null: all there are; else the first ones."""
+    passes: int = Field(gt=0)
+    """Orders of the groups that are joined before a last batch that is not full is dropped (there: eval_interval)."""
+    seed: int = Field(ge=0, le=MAX_SEED)
+    """Seed of the order (there: seed)."""
+
+
+DataConfig = Annotated[SudokuConfig | PuzzleDirConfig, Field(discriminator="kind")]
 
 
 # --- schedule, trainer, evaluation, logging --------------------------------------------------------------------------

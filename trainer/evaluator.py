@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.arrays import Split
-from data.sudoku import BLANK_TOKEN, Box, is_complete_solution
+from data.arrays import Rules, Split
 from models.config import ModelConfig
 from models.connections import where_rows
 from models.core import LoopedReasoner, Memory
@@ -23,6 +22,9 @@ from models.halting import ResidualHalting
 from trainer.breadth import Readings, chosen_start, measures_movement, rows_of_a_pass, start_key
 from trainer.config import Choose, EvalConfig, Halting, ScheduleConfig
 from trainer.errors import UserError
+
+CHUNK = 65_536
+"""Puzzles looked at together where nothing is computed: a test set may be larger than memory."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class DepthRow:
     exact: int
     """Puzzles whose every supervised cell is right."""
     cells_right: int
-    """Cells right among those that were blank in the puzzle."""
+    """Cells right among those that the puzzle does not give."""
     cells: int
     recognised: int
     """Puzzles whose answer, at this depth or an evaluated one before, was recognised as a solution without the label."""
@@ -122,12 +124,13 @@ class _Batch:
     """
 
     def __init__(
-        self, tokens: Tensor, labels: Tensor, real: int, box: Box, points: list[int], starts: int, choose: Choose
+        self, tokens: Tensor, labels: Tensor, real: int, rules: Rules, points: list[int], starts: int, choose: Choose
     ):
-        self.tokens, self.labels, self.box, self.starts = tokens, labels, box, starts
+        self.tokens, self.labels, self.rules, self.starts = tokens, labels, rules, starts
         self.choose: Choose = choose
         self.real = torch.arange(len(tokens), device=tokens.device) < real
-        self.blank = tokens == BLANK_TOKEN
+        self.labelled = labels != 0
+        self.counted = rules.to_fill(tokens) & self.labelled & self.real[:, None]
         self.recognised = torch.zeros_like(self.real)
         self.waiting: dict[int, list[Readings]] = {point: [] for point in points}
         self.counts: list[Tensor] = []
@@ -141,14 +144,14 @@ class _Batch:
         every = Readings(*(torch.cat(tensors, 1) for tensors in zip(*parts, strict=True)))
         puzzle, chosen = torch.arange(len(self.real), device=self.real.device), chosen_start(every, self.choose)
         self.answer, self.segments = every.answers[puzzle, chosen], every.segments[puzzle, chosen]
-        digits, givens = ((t.long() - BLANK_TOKEN).clamp(min=0) for t in (self.answer, self.tokens))
-        self.recognised |= is_complete_solution(digits, givens, self.box)
+        self.recognised |= self.rules.solved(self.answer, self.tokens)
         right = self.answer == self.labels
-        self.exact = right.all(-1)
-        each = (every.answers == self.labels[:, None]).all(-1) & self.real[:, None]
+        self.exact = (right | ~self.labelled).all(-1)
+        each = (every.answers == self.labels[:, None]) | ~self.labelled[:, None]
+        each = each.all(-1) & self.real[:, None]
         counts = (
             self.exact & self.real,
-            right & self.blank & self.real[:, None],
+            right & self.counted,
             self.recognised & self.real,
             self.segments * self.real,
             each,
@@ -215,11 +218,20 @@ class _Pass:
         self.batch.take(point, Readings(*(t.unflatten(0, self.shape)[:, : self.counted] for t in self.said)))
 
 
+def cells_to_fill(split: Split, rules: Rules) -> int:
+    """Cells of the whole split that count for cell accuracy: labelled, and not given in the puzzle."""
+    total = 0
+    for first in range(0, len(split), CHUNK):
+        tokens, labels = (torch.from_numpy(np.array(a[first : first + CHUNK])) for a in (split.inputs, split.labels))
+        total += int((rules.to_fill(tokens) & (labels != 0)).sum())
+    return total
+
+
 @torch.no_grad()
 def evaluate(
     model: LoopedReasoner,
     split: Split,
-    box: Box,
+    rules: Rules,
     depth: Depth,
     *,
     decode: Literal["segment", "outer_update"] = "segment",
@@ -242,7 +254,7 @@ def evaluate(
     n = len(split.inputs)
     if n == 0:
         raise UserError("evaluation: the split holds no puzzles; choose another split or eval.n")
-    cells = int((split.inputs == BLANK_TOKEN).sum())
+    cells = cells_to_fill(split, rules)
     if cells == 0:
         raise UserError("evaluation: no puzzle has an empty cell, so there is nothing to score; choose another split")
     device, mode = model.H_init.device, model.training
@@ -259,7 +271,7 @@ def evaluate(
         labels = torch.from_numpy(split.labels[index]).to(device)
         x = model.encode(tokens, model.puzzle_rows(torch.from_numpy(split.puzzle_ids[index]).to(device)))
         x = x.repeat_interleave(at_once, 0)
-        batch = _Batch(tokens, labels, real, box, points, starts, choose)
+        batch = _Batch(tokens, labels, real, rules, points, starts, choose)
         for begin in range(0, starts, at_once):
             counted = min(at_once, starts - begin)
             own = [begin + (k if k < counted else 0) for k in range(at_once)]

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from data.arrays import PuzzleData
 from data.build import load_puzzle_data
-from data.sampler import TrainSampler
+from data.sampler import GroupSampler, TrainSampler
 from models.connections import AttentionResidual, ConstantStep, FullAttentionResidual
 from models.core import LoopedReasoner, Memory
 from models.halting import exploration_minimum
 from models.losses import segment_loss
 from trainer.capacity import fitting_micro_batch, probe, seconds_per_step
 from trainer.checkpoint import save_checkpoint
-from trainer.config import TrainConfig
+from trainer.config import PuzzleDirConfig, TrainConfig
 from trainer.errors import UserError
 from trainer.evaluator import evaluate, resolve_depth
 from trainer.metrics import Tracker, progress_bar
@@ -66,7 +66,9 @@ def empty_carry(model: LoopedReasoner, batch: int) -> Carry:
     )
 
 
-def replace_finished(carry: Carry, model: LoopedReasoner, sampler: TrainSampler, drawn: int) -> tuple[Carry, int]:
+def replace_finished(
+    carry: Carry, model: LoopedReasoner, sampler: TrainSampler | GroupSampler, drawn: int
+) -> tuple[Carry, int]:
     """Fresh puzzles and fresh memories for finished rows, in row order; every other row stays bit for bit.
 
     `drawn` counts the puzzles drawn so far; returns the carry and the new count.
@@ -184,6 +186,14 @@ def connection_facts(model: LoopedReasoner) -> dict[str, float]:
     return facts
 
 
+def training_sampler(config: TrainConfig, data: PuzzleData) -> TrainSampler | GroupSampler:
+    """What draws the puzzles of a run."""
+    if isinstance(config.data, PuzzleDirConfig):
+        assert data.groups is not None
+        return GroupSampler(data.train, data.groups, config.schedule.global_batch, config.data.passes, config.data.seed)
+    return TrainSampler(data.train, data.meta.box, config.data.num_aug, config.seed, config.data.seed)
+
+
 def announce(model: LoopedReasoner, config: TrainConfig, data: PuzzleData, runtime: Runtime) -> int:
     """Say what will run, choose the micro-batch, estimate the time; returns the micro-batch."""
     schedule = config.schedule
@@ -192,7 +202,7 @@ def announce(model: LoopedReasoner, config: TrainConfig, data: PuzzleData, runti
         f"model {config.model.name}: {counts['parameters']:,} parameters ({counts['without_embeddings']:,} without "
         f"embeddings and output head; puzzle table of {counts['puzzle_table']:,} numbers not counted)"
     )
-    sampler = TrainSampler(data.train, data.meta.box, config.data.num_aug, config.seed, config.data.seed)
+    sampler = training_sampler(config, data)
     sample = sampler.draw(0, schedule.global_batch)
     tokens, labels = sample.inputs.to(runtime.device), sample.labels.to(runtime.device, torch.int64)
     probed = probe(model, tokens, labels, schedule)
@@ -233,7 +243,7 @@ def train(config: TrainConfig) -> dict[str, Any]:
 
     schedule, settings = config.schedule, config.trainer
     optimizer, averaged = build_optimizer(model, schedule), AveragedWeights(model, schedule.ema)
-    sampler = TrainSampler(data.train, data.meta.box, config.data.num_aug, config.seed, config.data.seed)
+    sampler = training_sampler(config, data)
     exploration = torch.Generator().manual_seed(config.seed)
     carry, drawn = empty_carry(model, schedule.global_batch), 0
     depth = resolve_depth(config.eval, schedule, config.model)
@@ -291,7 +301,7 @@ def train(config: TrainConfig) -> dict[str, Any]:
                 evaluation = evaluate(
                     model,
                     validation,
-                    data.meta.box,
+                    data.meta.rules,
                     depth,
                     decode=config.eval.decode,
                     halting=config.eval.halting,

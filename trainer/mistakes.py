@@ -31,7 +31,8 @@ def describe(error: ValidationError, settings: type[Settings]) -> str:
         value, kind = _shown(detail["input"]), detail["type"]
         if kind == "extra_forbidden" and key in known:  # a setting of another kind of connection
             key, _, name = key.rpartition(".")
-            message = f"{key}: {name} belongs to another kind; model/connection=<kind> chooses a connection whole"
+            whole = "data=<name> chooses the data" if key == "data" else "model/connection=<kind> chooses a connection"
+            message = f"{key}: {name} belongs to another kind; {whole} whole"
         elif kind == "extra_forbidden":
             message = _unknown(key, known)
         elif kind == "value_error":

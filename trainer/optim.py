@@ -1,7 +1,7 @@
 """Optimizers, schedule and averaged weights: AdamW, AdamATan2, sign-SGD for puzzle embeddings, cosine floor, EMA."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ class AdamATan2(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": 0.0})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:
+    def step(self, closure: None = None) -> Any:
         assert closure is None, "the gradients are there when step is called"
         for group in self.param_groups:
             (beta1, beta2), lr = group["betas"], group["lr"]

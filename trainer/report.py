@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from data.arrays import DataMeta, PuzzleData, Split, split_fingerprint
+from data.arrays import DataMeta, PuzzleData, Rules, Split, split_fingerprint
 from data.build import load_csv_puzzles, load_puzzle_data
-from data.sudoku import BLANK_TOKEN
 from models.core import LoopedReasoner
 from trainer.breadth import rows_of_a_pass
 from trainer.checkpoint import Checkpoint, find_checkpoint, load_checkpoint
@@ -49,7 +48,7 @@ def ready_model(checkpoint: Checkpoint, weights: str, runtime: Runtime) -> Loope
 @torch.no_grad()
 def _seconds_per_update(model: LoopedReasoner, depth: Depth, batch: int) -> float:
     """Seconds of one outer update of a batch."""
-    tokens = torch.full((batch, model.seq_len), BLANK_TOKEN, device=model.H_init.device)
+    tokens = torch.ones(batch, model.seq_len, dtype=torch.int64, device=model.H_init.device)
     ids = torch.zeros(batch, dtype=torch.int32, device=tokens.device)
     x = model.encode(tokens, model.puzzle_rows(ids))
 
@@ -110,9 +109,9 @@ def choose_subset(
     ), f"random subset of {n} of {total}, eval.subset_seed={settings.subset_seed}"
 
 
-def by_blanks(split: Split, evaluation: Evaluation) -> list[dict[str, int]]:
-    """Exact counts at the greatest depth, grouped by the number of empty cells."""
-    blanks = (split.inputs == BLANK_TOKEN).sum(1)
+def by_blanks(split: Split, rules: Rules, evaluation: Evaluation) -> list[dict[str, int]]:
+    """Exact counts at the greatest depth, grouped by the number of cells to fill in."""
+    blanks = rules.to_fill(torch.from_numpy(np.array(split.inputs))).sum(1).numpy()
     return [
         {"empty_cells": int(b), "n": int((blanks == b).sum()), "exact": int(evaluation.exact[blanks == b].sum())}
         for b in np.unique(blanks)
@@ -199,7 +198,7 @@ def results_of(
         "trained_on": trained_on(checkpoint),
         "checkpoint": str(checkpoint.path),
         "checkpoint_step": checkpoint.step,
-        "by_empty_cells": by_blanks(split, evaluation),
+        "by_empty_cells": by_blanks(split, meta.rules, evaluation),
         "depths": [
             {**asdict(row), "exact_accuracy": row.exact_accuracy, "cell_accuracy": row.cell_accuracy}
             for row in evaluation.rows
@@ -280,7 +279,7 @@ def evaluate_checkpoint(
         evaluation = evaluate(
             model,
             chosen,
-            meta.box,
+            meta.rules,
             depth,
             decode=settings.decode,
             halting=settings.halting,
@@ -321,13 +320,14 @@ def checkpoint_puzzles(checkpoint: Checkpoint, split: str) -> tuple[Split, DataM
     The training data of an imported checkpoint is unknown: there, puzzles of the right shape are enough, and a line says so.
     """
     expected = DataMeta(**checkpoint.data_meta)
-    if checkpoint.imported is not None and checkpoint.config.data.digits != checkpoint.box.digits:
-        raise UserError(
-            f"{checkpoint.path}: reads {checkpoint.box.size_name} Sudoku, but its settings name data "
-            f"{checkpoint.config.data.name}; give puzzles=<csv>, or import it again with data=<fitting data>"
-        )
     data = load_puzzle_data(checkpoint.config.data, log.info)
     if checkpoint.imported is not None:
+        for name in ("vocab_size", "seq_len"):
+            if getattr(data.meta, name) != getattr(expected, name):
+                raise UserError(
+                    f"{checkpoint.path}: its model has {name}={getattr(expected, name)}, but data {data.meta.name} has "
+                    f"{getattr(data.meta, name)}; give puzzles=<csv>, or import it again with data=<fitting data>"
+                )
         log.info(
             f"{checkpoint.path}: imported, so that its training data is unknown: it may have seen any of these puzzles"
         )
