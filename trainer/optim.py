@@ -40,7 +40,7 @@ class AdamATan2(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": 0.0})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> Any:
+    def step(self, closure: Any = None) -> Any:
         assert closure is None, "the gradients are there when step is called"
         for group in self.param_groups:
             (beta1, beta2), lr = group["betas"], group["lr"]
