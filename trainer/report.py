@@ -124,14 +124,6 @@ def trained_depth(config: TrainConfig) -> dict[str, int]:
     return {"H_cycles": s.H_cycles, "L_cycles": s.L_cycles, "segments": s.segments, "executed_layers": layers}
 
 
-def trained_on(checkpoint: Checkpoint) -> str:
-    """The data of training, by name and fingerprint; of an imported checkpoint it is unknown."""
-    meta = checkpoint.data_meta
-    if checkpoint.imported is not None:
-        return f"unknown ({meta['source']})"
-    return f"{meta['name']} [{meta['fingerprint'][:12]}]"
-
-
 def results_of(
     evaluation: Evaluation,
     split: Split,
@@ -270,6 +262,14 @@ def final_report(
     for line in (*depth_table(results), "", *summary(results, run_dir, "test/")):
         log.info(line)
     return results
+
+
+def trained_on(checkpoint: Checkpoint) -> str:
+    """The data of training, by name and fingerprint; of an imported checkpoint it is unknown."""
+    meta = checkpoint.data_meta
+    if checkpoint.imported is not None:
+        return f"unknown ({meta['source']})"
+    return f"{meta['name']} [{meta['fingerprint'][:12]}]"
 
 
 def own_puzzles(path: Path, checkpoint: Checkpoint) -> tuple[Split, DataMeta]:
