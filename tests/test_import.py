@@ -209,6 +209,28 @@ def test_a_decay_may_be_given_as_lambda_or_beta(kind: str, folder: Folder) -> No
     folder.refused(f"res_outer.raw_decay = .* is no {kind} of an axis", state, "infiloop_att", names=mapped)
 
 
+def test_forms_without_a_fixture(folder: Folder) -> None:
+    """A block for each level (HRM), a learned table of positions, FPRM from drawn states, an 8x8 vocabulary."""
+    base, lead = released("trm_att"), "_orig_mod.model.inner."
+    levels = {name.replace("L_level", "H_level"): t + 1 for name, t in base.items() if "L_level" in name}
+    positions = {f"{lead}embed_pos.embedding_weight": torch.ones(20, 32)}
+    drawn = {name: t for name, t in released("fprm_conv2d").items() if "init_vec" not in name}
+    eight = {n: torch.ones(10, 32) if "embed_tokens" in n or "lm_head" in n else t for n, t in base.items()}
+    forms: list[tuple[str, State, dict[str, Any], str, str]] = [
+        ("trm_att", base | levels, {}, "levels", "untied"),
+        ("trm_att", base | positions, {"pos_encodings": "learned", "seq_len": None}, "positions", "learned"),
+        ("fprm_conv2d", drawn, {"fixed_init": False}, "initial_state", "noise"),
+        ("trm_att", eight, {"seq_len": 64}, "levels", "shared"),
+    ]
+    for case, state, told, key, value in forms:
+        model = folder.load(state, case, **told)
+        assert getattr(model.config, key) == value and model.seq_len == (told.get("seq_len") or 16)
+        same(folder.exported(), state)
+        data = load_checkpoint(folder.out).config.data
+        assert data.digits**2 == model.seq_len and data.name == f"sudoku{data.digits}"
+        folder.out.unlink()
+
+
 def eqr_state() -> State:
     """As EqR's code writes it: no puzzle table, no initial states, a token mixer over the cells alone."""
     generator = torch.Generator().manual_seed(0)
@@ -397,6 +419,7 @@ class Malicious:
         return os.system, (f"touch {self.mark}",)
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 def test_a_malicious_pickle_is_refused_and_does_not_run(
     folder: Folder, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -427,7 +450,7 @@ def test_damaged_files_are_refused_or_read(folder: Folder) -> None:
                 assert "\n" not in str(error)
 
 
-@pytest.mark.parametrize("kept", [0, 1, 100, 5000, -2000, -1])
+@pytest.mark.parametrize("kept", [0, 100, -1])
 def test_cut_files_are_refused(kept: int, folder: Folder) -> None:
     pickled, plain = folder.file(released("trm_att")), folder.path / "w.safetensors"
     save_file(released("trm_att"), plain)

@@ -234,13 +234,8 @@ def settle(
                     f"{told_in}: {told['model.expansion'][1]}, but the weights of {path} have inner widths {widths} by width"
                 )
         origin |= dict.fromkeys(multiples, "weights")
-    if box := sudoku_box(weights["token_embedding.weight"].shape[0], seq_len):
-        chosen["data"] = SUDOKU_DATA.get(seq_len, "sudoku9")
-        chosen |= {"data.box_rows": box.rows, "data.box_cols": box.cols}
-        if seq_len not in SUDOKU_DATA:
-            chosen["data.name"] = f"sudoku{box.digits}"
-        if "data" in given:  # puzzles to evaluate on are yours to choose; evaluate.py checks that they fit
-            chosen = {key: value for key, value in chosen.items() if not key.startswith("data")}
+    if "data" not in given:  # which puzzles to evaluate on is yours to choose; evaluate.py checks that they fit
+        chosen |= _data_for(weights["token_embedding.weight"].shape[0], seq_len)
     config = _compose(chosen, given)
     flat = flattened(config)
     for key, value in shown.items():
@@ -269,6 +264,15 @@ def sudoku_box(vocabulary: int, seq_len: int) -> Box | None:
         return None
     rows = max(r for r in range(1, math.isqrt(digits) + 1) if digits % r == 0)
     return Box(rows, digits // rows) if rows > 1 else None
+
+
+def _data_for(vocabulary: int, seq_len: int) -> dict[str, Any]:
+    """Settings of puzzles that the model reads; none where it reads no Sudoku."""
+    box = sudoku_box(vocabulary, seq_len)
+    if box is None:
+        return {}
+    settings = {"data": SUDOKU_DATA.get(seq_len, "sudoku9"), "data.box_rows": box.rows, "data.box_cols": box.cols}
+    return settings if seq_len in SUDOKU_DATA else settings | {"data.name": f"sudoku{box.digits}"}
 
 
 def _compose(chosen: dict[str, Any], given: dict[str, str]) -> TrainConfig:

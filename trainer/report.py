@@ -143,14 +143,6 @@ def breadth_of(evaluation: Evaluation, settings: EvalConfig) -> dict[str, Any]:
     }
 
 
-def trained_on(checkpoint: Checkpoint) -> str:
-    """The data of training, by name and fingerprint; of an imported checkpoint it is unknown."""
-    meta = checkpoint.data_meta
-    if checkpoint.imported is not None:
-        return f"unknown ({meta['source']})"
-    return f"{meta['name']} [{meta['fingerprint'][:12]}]"
-
-
 def results_of(
     evaluation: Evaluation,
     split: Split,
@@ -304,6 +296,14 @@ def final_report(
     for line in (*depth_table(results), "", *summary(results, run_dir, "test/")):
         log.info(line)
     return results
+
+
+def trained_on(checkpoint: Checkpoint) -> str:
+    """The data of training, by name and fingerprint; of an imported checkpoint it is unknown."""
+    meta = checkpoint.data_meta
+    if checkpoint.imported is not None:
+        return f"unknown ({meta['source']})"
+    return f"{meta['name']} [{meta['fingerprint'][:12]}]"
 
 
 def own_puzzles(path: Path, checkpoint: Checkpoint) -> tuple[Split, DataMeta]:

@@ -13,10 +13,11 @@ from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
+from models.released import COMPILED
 from trainer.errors import UserError
 from trainer.files import write_atomically
 
-WRAPPERS = ("model", "state_dict", "model_state_dict")
+HOLDERS = ("model", "state_dict", "model_state_dict")
 """Keys under which training programs keep the weights in a larger file."""
 SHOWN = 4
 """Names told in one line."""
@@ -62,7 +63,7 @@ def read_state(path: Path) -> tuple[dict[str, Tensor], list[str]]:
         raise UserError(f"{path}: holds a {type(held).__name__}; expected a state_dict, names and tensors")
     if "state" in held and "param_groups" in held:
         raise UserError(f"{path}: is the state of an optimizer (state, param_groups); give the model's state_dict")
-    outer = next((key for key in WRAPPERS if isinstance(held.get(key), dict)), None)
+    outer = next((key for key in HOLDERS if isinstance(held.get(key), dict)), None)
     if outer is None:
         return _only_tensors(path, held), []
     state = _only_tensors(path, held[outer])
@@ -106,11 +107,11 @@ def _averaged(path: Path, held: Any, state: dict[str, Tensor]) -> dict[str, Tens
     shadow = held.get("shadow") if isinstance(held, dict) else None
     if not isinstance(shadow, dict):
         raise UserError(f"{path}: 'ema' holds no 'shadow' with weights; save the model's state_dict alone")
-    names = {name.replace("_orig_mod.", ""): name for name in state}
+    names = {name.replace(COMPILED, ""): name for name in state}
     averaged = _only_tensors(path, shadow)
-    if unknown := [name for name in averaged if name.replace("_orig_mod.", "") not in names]:
+    if unknown := [name for name in averaged if name.replace(COMPILED, "") not in names]:
         raise UserError(f"{path}: 'ema' averages weights that the model does not have: {some(unknown)}")
-    return {names[name.replace("_orig_mod.", "")]: tensor for name, tensor in averaged.items()}
+    return {names[name.replace(COMPILED, "")]: tensor for name, tensor in averaged.items()}
 
 
 def write_state(path: Path, state: dict[str, Tensor]) -> None:
