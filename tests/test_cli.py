@@ -95,7 +95,7 @@ def mistake(*argv: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("modle=trm", "modle: no such setting; did you mean model?"),
         (
             "model=infilop",
-            "model=infilop: no such option; did you mean infiloop? options of model: fprm, hrm, infiloop, looped, trm",
+            "model=infilop: no such option; did you mean infiloop? options of model: eqr, fprm, hrm, infiloop, looped, trm",
         ),
         ("experiment=tinny", "experiment=tinny: no such option; did you mean tiny? options of experiment: sudoku6"),
         ("experiment=null", "or none at all with ~experiment"),
@@ -331,7 +331,7 @@ def test_help_lists_groups_options_and_programs(folder: Path):
     done = wait(start("--help", program=PROJECT / "train.py"))
     assert done.code == 0 and done.err == "" and len(done.out.splitlines()) < 30
     for line in (
-        "  model: fprm, hrm, infiloop, looped, trm",
+        "  model: eqr, fprm, hrm, infiloop, looped, trm",
         "  data: sudoku, sudoku4, sudoku6, sudoku9",
         "experiment=sudoku6_cpu",
     ):

@@ -190,7 +190,7 @@ def test_validation_uses_the_averaged_weights(tmp_path: Path, monkeypatch: pytes
 
     def watch(model: LoopedReasoner, *arguments: Any, **settings: Any) -> Evaluation:
         seen.append({f"ema.{name}": p.detach().clone() for name, p in model.named_parameters()})
-        assert settings["halting"] is True
+        assert settings["halting"] == "on"
         return evaluate(model, *arguments, **settings)
 
     monkeypatch.setattr(loop, "evaluate", watch)

@@ -170,7 +170,7 @@ def test_documented_command(command: str, shell: Shell, run: str) -> None:
     if solving:
         assert "loops: " in done.out and ("valid: " in done.out or "NOT valid: " in done.out)
     elif "--help" in command:
-        assert "model=trm" in done.out or "model: fprm, hrm, infiloop, looped, trm" in done.out
+        assert "model=trm" in done.out or "model: eqr, fprm, hrm, infiloop, looped, trm" in done.out
     else:
         prefix = "test/" if "train.py" in command else ""
         assert re.search(rf"^{prefix}exact_accuracy = \d\.\d{{4}} \(\d+/\d+\)", done.out, re.M)
