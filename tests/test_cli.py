@@ -332,7 +332,7 @@ def test_help_lists_groups_options_and_programs(folder: Path):
     assert done.code == 0 and done.err == "" and len(done.out.splitlines()) < 30
     for line in (
         "  model: eqr, fprm, hrm, infiloop, looped, trm",
-        "  data: sudoku, sudoku4, sudoku6, sudoku9",
+        "  data: puzzle_dir, sudoku, sudoku4, sudoku6, sudoku9",
         "experiment=sudoku6_cpu",
     ):
         assert line in done.out

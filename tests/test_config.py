@@ -125,6 +125,7 @@ def test_every_value_of_a_paper_recipe_says_where_it_is_from(path: str):
         "name",
         "box_rows",
         "box_cols",
+        "kind",
         "source",
         "path",
         "hub_id",

@@ -24,7 +24,7 @@ from tests.parity import facts, tensors
 from tests.runs import BOX4, evaluating, finished_run, puzzles, solving, steady
 from tests.test_checkpoint import logits
 from trainer.checkpoint import Checkpoint, load_checkpoint
-from trainer.config import PROJECT
+from trainer.config import PROJECT, SudokuConfig
 from trainer.errors import UserError
 from trainer.import_settings import sudoku_box
 from trainer.importing import import_checkpoint
@@ -227,6 +227,7 @@ def test_forms_without_a_fixture(folder: Folder) -> None:
         assert getattr(model.config, key) == value and model.seq_len == (told.get("seq_len") or 16)
         same(folder.exported(), state)
         data = load_checkpoint(folder.out).config.data
+        assert isinstance(data, SudokuConfig)
         assert data.digits**2 == model.seq_len and data.name == f"sudoku{data.digits}"
         folder.out.unlink()
 
@@ -289,7 +290,7 @@ def test_the_puzzle_is_told_by_the_vocabulary(folder: Folder) -> None:
     assert load_checkpoint(folder.out).config.schedule.segments == 16
     with pytest.raises(UserError, match="reads 900 cells with 6 tokens, which is no Sudoku"):
         solve_program(solving(folder.out, puzzle="1" + "." * 15))
-    with pytest.raises(UserError, match="which is no Sudoku"):
+    with pytest.raises(UserError, match="its model has vocab_size=6, but data generated-sudoku9-any has 11"):
         evaluate_program(evaluating(folder.out))
     mixer = released("trm_mlp")
     for name in list(mixer):
@@ -525,7 +526,7 @@ def test_other_data_is_refused_by_its_shape(folder: Folder) -> None:
     import_checkpoint(
         folder.file(eqr_state()), folder.out, ["data=sudoku6", "model.num_heads=4"], say=folder.said.append
     )
-    with pytest.raises(UserError, match="reads 9x9 Sudoku, but its settings name data sudoku6; give puzzles=<csv>"):
+    with pytest.raises(UserError, match=r"its model has vocab_size=11, but data .* has 8; give puzzles=<csv>"):
         evaluate_program(evaluating(folder.out))
 
 

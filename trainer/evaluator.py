@@ -218,13 +218,19 @@ class _Pass:
         self.batch.take(point, Readings(*(t.unflatten(0, self.shape)[:, : self.counted] for t in self.said)))
 
 
-def cells_to_fill(split: Split, rules: Rules) -> int:
-    """Cells of the whole split that count for cell accuracy: labelled, and not given in the puzzle."""
-    total = 0
+def cells_that_count(split: Split, rules: Rules) -> int:
+    """Cells of the whole split that count for cell accuracy: not given in the puzzle, and labelled.
+
+    UserError when the puzzles give every cell.
+    """
+    empty = labelled = 0
     for first in range(0, len(split), CHUNK):
         tokens, labels = (torch.from_numpy(np.array(a[first : first + CHUNK])) for a in (split.inputs, split.labels))
-        total += int((rules.to_fill(tokens) & (labels != 0)).sum())
-    return total
+        to_fill = rules.to_fill(tokens)
+        empty, labelled = empty + int(to_fill.sum()), labelled + int((to_fill & (labels != 0)).sum())
+    if empty == 0:
+        raise UserError("evaluation: no puzzle has an empty cell, so there is nothing to score; choose another split")
+    return labelled
 
 
 @torch.no_grad()
@@ -254,9 +260,7 @@ def evaluate(
     n = len(split.inputs)
     if n == 0:
         raise UserError("evaluation: the split holds no puzzles; choose another split or eval.n")
-    cells = cells_to_fill(split, rules)
-    if cells == 0:
-        raise UserError("evaluation: no puzzle has an empty cell, so there is nothing to score; choose another split")
+    cells = cells_that_count(split, rules)
     device, mode = model.H_init.device, model.training
     model.eval()  # a damped connection has a rate of its own for evaluation
     puzzles, at_once = rows_of_a_pass(n, starts, batch_size)
