@@ -53,6 +53,10 @@ class Memory(NamedTuple):
         )
 
 
+Update = Callable[[Memory, Tensor], Any]
+"""What takes the memory and the injection to the new memory of one axis."""
+
+
 class LoopedReasoner(nn.Module):
     """TRM, InfiLoop and everything between: the nested recursion over one block.
 
@@ -94,11 +98,17 @@ class LoopedReasoner(nn.Module):
             self.register_buffer("L_init", truncated_normal(width, std=config.initial_std))
         self.inner_update = self._inner_update
         self.outer_update = self._outer_update
+        self.differentiated_cycle = self._differentiated_cycle
 
     def compile_updates(self) -> None:
-        """Compile one update of each axis: one graph serves any H and L, and the state dict keeps its names."""
+        """Compile the recursion; the state dict keeps its names.
+
+        Without gradient, one graph of each axis' update serves any H and L. With gradient, where L is that of training, the
+        whole outer cycle is one graph: its backward pass then adds up the weights' gradients by itself.
+        """
         self.inner_update = torch.compile(self._inner_update, dynamic=False)
         self.outer_update = torch.compile(self._outer_update, dynamic=False)
+        self.differentiated_cycle = torch.compile(self._differentiated_cycle, dynamic=False)
 
     # --- input and memory ---
 
@@ -168,6 +178,22 @@ class LoopedReasoner(nn.Module):
         block = self.block if self.outer_block is None else self.outer_block
         return self.outer.step(memory.outer, block(h_H, memory.inner.h.to(x.dtype)))
 
+    def _cycle(
+        self, memory: Memory, x: Tensor, L_cycles: int, inner_update: Update, outer_update: Update
+    ) -> Memory:
+        if self.inner is None:
+            for _ in range(L_cycles):
+                memory = memory._replace(outer=outer_update(memory, x))
+            return memory
+        if self.inner_span == "outer_cycle":
+            memory = memory._replace(inner=self.inner.restart(memory.inner))
+        for _ in range(L_cycles):
+            memory = memory._replace(inner=inner_update(memory, x))
+        return memory._replace(outer=outer_update(memory, x))
+
+    def _differentiated_cycle(self, memory: Memory, x: Tensor, L_cycles: int) -> Memory:
+        return self._cycle(memory, x, L_cycles, self._inner_update, self._outer_update)
+
     def segment(
         self,
         memory: Memory,
@@ -184,22 +210,16 @@ class LoopedReasoner(nn.Module):
         if self.inner is not None and self.inner_span == "segment":
             memory = memory._replace(inner=self.inner.restart(memory.inner))
         grad_outer_cycles = grad_outer_cycles if torch.is_grad_enabled() else 0
-        x_here = x.detach()
+        without = x.detach()  # so that these updates share their graphs with evaluation, where x has no gradient either
         for outer in range(H_cycles):
-            if outer == H_cycles - grad_outer_cycles:
-                # All differentiated updates, the first too, then see inputs alike, and so share one compiled graph; the
-                # others share theirs with evaluation, where x has no gradient either.
-                memory, x_here = memory.map(lambda t: t.detach().requires_grad_(t.is_floating_point())), x
-            with torch.set_grad_enabled(outer >= H_cycles - grad_outer_cycles):
-                if self.inner is None:
-                    for _ in range(L_cycles):
-                        memory = memory._replace(outer=self.outer_update(memory, x_here))
-                else:
-                    if self.inner_span == "outer_cycle":
-                        memory = memory._replace(inner=self.inner.restart(memory.inner))
-                    for _ in range(L_cycles):
-                        memory = memory._replace(inner=self.inner_update(memory, x_here))
-                    memory = memory._replace(outer=self.outer_update(memory, x_here))
+            if outer < H_cycles - grad_outer_cycles:
+                with torch.no_grad():
+                    memory = self._cycle(memory, without, L_cycles, self.inner_update, self.outer_update)
+            else:
+                if outer == H_cycles - grad_outer_cycles and grad_outer_cycles > 1:
+                    # The first cycle then sees inputs like the others', and shares one compiled graph with them.
+                    memory = memory.map(lambda t: t.detach().requires_grad_(t.is_floating_point()))
+                memory = self.differentiated_cycle(memory, x, L_cycles)
             if after_outer is not None:
                 after_outer(memory)
         return memory

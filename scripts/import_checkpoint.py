@@ -19,8 +19,8 @@ lambda or as beta = exp(-lambda), write inner.lambda or inner.beta. Such as
 
     {"inner.attnres_L.q": "inner.query", "inner.attnres_L.beta": "inner.beta"}
 
-EqR: names, wrapper and settings follow its released code; there is no released file here to test with. Its noise on every
-update is left out. A training file of EqR's with its carry inside is refused: save its "model" and "ema" alone.
+EqR: names, wrapper and settings follow its released code; there is no released file here to test with. A training file of
+EqR's with its carry inside is refused: save its "model" and "ema" alone.
 """
 
 import argparse

@@ -37,17 +37,20 @@ MUTANTS = (
         "block(h_H, memory.inner.h.to(x.dtype))",
         "block(h_H, memory.inner.h.to(x.dtype) + x)",
     ),
-    Mutant(
-        "inner updates thrown away", CORE, "memory = memory._replace(inner=self.inner_update(memory, x_here))", "pass"
-    ),
+    Mutant("inner updates thrown away", CORE, "memory = memory._replace(inner=inner_update(memory, x))", "pass"),
     Mutant(
         "gradient not truncated",
         CORE,
         "grad_outer_cycles if torch.is_grad_enabled() else 0",
         "H_cycles if torch.is_grad_enabled() and grad_outer_cycles else 0",
     ),
-    Mutant("input gets no gradient", CORE, "_floating_point())), x\n", "_floating_point())), x_here\n"),
-    Mutant("gradient of one outer cycle too few", CORE, "outer >= H_cycles - grad", "outer > H_cycles - grad"),
+    Mutant(
+        "input gets no gradient",
+        CORE,
+        "self.differentiated_cycle(memory, x, L_cycles)",
+        "self.differentiated_cycle(memory, without, L_cycles)",
+    ),
+    Mutant("gradient of one outer cycle too few", CORE, "if outer < H_cycles - grad", "if outer <= H_cycles - grad"),
     Mutant("halting head reads the mean", CORE, "self.halting.read(h[:, 0])", "self.halting.read(h.mean(1))"),
     Mutant(
         "positions not scaled", CORE, "math.sqrt(0.5) * (x + self.position_embedding)", "x + self.position_embedding"

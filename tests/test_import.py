@@ -17,7 +17,7 @@ import yaml
 from safetensors.torch import save_file
 from torch import Tensor
 
-from models.config import ResidualBlockConfig
+from models.config import NoisyRelaxationConfig, ResidualBlockConfig
 from models.core import LoopedReasoner
 from models.released import our_name, released_name, without_wrappers
 from tests.parity import facts, tensors
@@ -247,9 +247,9 @@ def test_eqr(folder: Folder) -> None:
     model = import_checkpoint(folder.file(eqr_state()), folder.out, ["model.num_heads=4"], say=folder.said.append)
     assert (model.seq_len, model.config.puzzle_tokens, model.config.initial_state) == (81, 0, "noise")
     assert model.config.axis_connection("inner").model_dump() == {
-        "kind": "constant_step",
+        "kind": "noisy_relaxation",
         "step": 0.95,
-        "learned": False,
+        "noise": 0.01,
     }
     assert folder.said[0] == "family: eqr; vocabulary 11, 1 puzzle ids: Sudoku 9x9"
     assert any(line.split() == ["model.num_heads", "4", "you"] for line in folder.said)
@@ -264,14 +264,16 @@ def test_a_configuration_of_eqr(folder: Folder) -> None:
         "hidden_size": 32,
         "num_heads": 4,
         "lambda_": 0.9,
-        "noise_scale": 0.01,
+        "noise_scale": 0.02,
         "mlp_t": True,
         "pos_encodings": "rope",
     }
     arch |= {"halt_max_steps": 8, "H_cycles": 2, "L_cycles": 3, "H_init_std": 0.5, "L_init_std": 0.5}
     told.write_text(yaml.safe_dump({"arch": arch}))
     model = import_checkpoint(folder.file(eqr_state()), folder.out, [], told, say=folder.said.append)
-    assert model.config.axis_connection("outer").model_dump()["step"] == 0.9 and model.config.initial_std == 0.5
+    outer = model.config.axis_connection("outer")
+    assert isinstance(outer, NoisyRelaxationConfig) and (outer.step, outer.noise) == (0.9, 0.02)
+    assert model.config.initial_std == 0.5
     schedule = load_checkpoint(folder.out).config.schedule
     assert (schedule.H_cycles, schedule.L_cycles, schedule.segments) == (2, 3, 8)
     told.write_text(yaml.safe_dump({"arch": arch | {"L_init_std": 1.0}}))

@@ -24,15 +24,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "infiloop": {"model": "infiloop"},
     "fprm": {"model": "fprm", "schedule.H_cycles": 1, "schedule.L_cycles": 6, "schedule.segments": 12},
     "fprm, Maze": {"model.block.norm": "output", "schedule.segments": 24},  # told by its convolution, beside the above
-    # EqR relaxes every update, z <- 0.05 z + 0.95 f(z), from random states, and adds noise of 0.01, which is left out here.
-    "eqr": {
-        "model": "trm",
-        "model.name": "eqr",
-        "model/connection": "constant_step",
-        "model.connection.step": 0.95,
-        "model.positions": "rope",  # with attention; none with the token mixer
-        "schedule.segments": 16,
-    },
+    "eqr": {"model": "eqr", "model.positions": "rope", "schedule.segments": 16},  # rope with attention alone
 }
 CELLS = {11: 81, 8: 36, 6: 900, 12: 900}
 """Cells by vocabulary: Sudoku 9x9 and 6x6, Maze 30x30, ARC 30x30."""
@@ -70,7 +62,7 @@ _OF_FAMILY = {
         "stepsize_decay_eval": "model.connection.decay_eval",
         "fp_thresh": "model.connection.threshold",
     },
-    "eqr": {**_NESTED, "lambda_": "model.connection.step"},
+    "eqr": {**_NESTED, "lambda_": "model.connection.step", "noise_scale": "model.connection.noise"},
 }
 # What there is no setting for: the value that is built in here.
 _BUILT_IN = {

@@ -140,9 +140,7 @@ def told(settled: Settled, model: LoopedReasoner, meta: DataMeta) -> list[str]:
     rows += [("seq_len", model.seq_len)]
     width = max(len(key) for key, _ in rows)
     puzzles = f"Sudoku {meta.box.size_name}" if meta.box_rows else "no Sudoku"
-    left_out = ["  EqR's noise on every update is left out"] if settled.family == "eqr" else []
     return [
         f"family: {settled.family}; vocabulary {model.vocab_size}, {meta.num_puzzle_ids} puzzle ids: {puzzles}",
-        *left_out,
         *(f"  {key:<{width}}  {value!s:<20}  {settled.origin.get(key, 'preset')}" for key, value in rows),
     ]
