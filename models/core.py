@@ -178,9 +178,7 @@ class LoopedReasoner(nn.Module):
         block = self.block if self.outer_block is None else self.outer_block
         return self.outer.step(memory.outer, block(h_H, memory.inner.h.to(x.dtype)))
 
-    def _cycle(
-        self, memory: Memory, x: Tensor, L_cycles: int, inner_update: Update, outer_update: Update
-    ) -> Memory:
+    def _cycle(self, memory: Memory, x: Tensor, L_cycles: int, inner_update: Update, outer_update: Update) -> Memory:
         if self.inner is None:
             for _ in range(L_cycles):
                 memory = memory._replace(outer=outer_update(memory, x))
@@ -216,9 +214,10 @@ class LoopedReasoner(nn.Module):
                 with torch.no_grad():
                     memory = self._cycle(memory, without, L_cycles, self.inner_update, self.outer_update)
             else:
-                if outer == H_cycles - grad_outer_cycles and grad_outer_cycles > 1:
-                    # The first cycle then sees inputs like the others', and shares one compiled graph with them.
-                    memory = memory.map(lambda t: t.detach().requires_grad_(t.is_floating_point()))
+                if outer == H_cycles - grad_outer_cycles:
+                    # Where more follow, the first cycle sees inputs like theirs, and shares one compiled graph with them.
+                    more = grad_outer_cycles > 1
+                    memory = memory.map(lambda t: t.detach().requires_grad_(more and t.is_floating_point()))  # noqa: B023
                 memory = self.differentiated_cycle(memory, x, L_cycles)
             if after_outer is not None:
                 after_outer(memory)
