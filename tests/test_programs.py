@@ -191,6 +191,8 @@ def test_every_override_of_the_readme_composes() -> None:
             companions = ["model.connection.beta=fixed"] if "beta0=" in setting else []
             if setting == "model.mixer=mlp":
                 companions = ["model.positions=none"]
+            if setting == "data=puzzle_dir":
+                companions = ["data.path=folder"]
             compose_launch("config", [setting, *companions], TrainConfig)
 
 
@@ -198,6 +200,25 @@ def from_scripts(shell: Shell) -> Shell:
     """As where the project is installed: files in scripts/ import its packages."""
     path = f"{shell.environment['PYTHONPATH']}:{shell.folder}"
     return Shell(shell.folder, shell.environment | {"PYTHONPATH": path})
+
+
+@slow
+def test_a_written_folder_is_trained_on_and_weights_go_out_and_come_back(shell: Shell, run: str) -> None:
+    """The README's three scripts, at a size for tests."""
+    here = from_scripts(shell)
+    for command in (
+        "python scripts/write_puzzle_dir.py folders/four data=sudoku4 data.num_aug=3",
+        "python train.py experiment=tiny data=puzzle_dir data.path=folders/four data.validation_groups=4 "
+        "trainer.max_steps=3 trainer.threads=1 run_dir=outputs/four",
+        f"python scripts/export_checkpoint.py {run} --out folders/step_20",
+        "python scripts/import_checkpoint.py folders/step_20 --out folders/back.safetensors --seq-len 16 model.num_heads=2",
+        "python evaluate.py checkpoint=folders/back.safetensors trainer=cpu trainer.compile=false out=folders/results",
+    ):
+        done = here(command)
+        assert done.code == 0 and "Traceback" not in done.err, (command, done.err)
+    assert "exact_accuracy" in done.out and "training data is unknown" in done.out
+    refused = here("python scripts/write_puzzle_dir.py folders/other data=sudoku4 data.num_aug=null")
+    assert refused.code == 2 and refused.err.startswith("error: data.num_aug=null") and refused.err.count("\n") == 1
 
 
 @slow
