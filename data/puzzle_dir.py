@@ -124,12 +124,17 @@ def _read_meta(path: Path) -> FolderMeta:
         raise UserError(f"{path}: an object with vocab_size, seq_len, ... expected; write the data set again")
     for name in COUNTS:
         if type(record.get(name)) is not int or record[name] < (name != "pad_id" and name != "blank_identifier_id"):
-            raise UserError(f"{path}: {name}={record.get(name)}, a whole number expected; write the data set again")
+            least = int(name not in ("pad_id", "blank_identifier_id"))
+            raise UserError(
+                f"{path}: {name}={record.get(name)!r}, a whole number of at least {least} expected; write the data set again"
+            )
     ignore, sets = record.get("ignore_label_id"), record.get("sets")
     if not (ignore is None or type(ignore) is int):
         raise UserError(f"{path}: ignore_label_id={ignore}, a whole number or null expected; write the data set again")
     if not isinstance(sets, list) or not sets or not all(isinstance(name, str) for name in sets):
         raise UserError(f"{path}: sets={sets}, a list of names expected; write the data set again")
+    if len(set(sets)) != len(sets):
+        raise UserError(f"{path}: sets={sets}, each name once expected; write the data set again")
     return FolderMeta(**{name: record[name] for name in COUNTS}, ignore_label_id=ignore, sets=tuple(sets))
 
 

@@ -26,6 +26,11 @@ def main(asked: argparse.Namespace) -> None:
     print(
         f"written: {asked.out}, {len(state)} tensors of {checkpoint.path} ({asked.weights}), such as {next(iter(state))}"
     )
+    s = checkpoint.config.schedule
+    print(
+        f"its depth, which the file cannot hold: schedule.H_cycles={s.H_cycles} schedule.L_cycles={s.L_cycles} "
+        f"schedule.segments={s.segments} model.num_heads={checkpoint.config.model.num_heads} (give these to import_checkpoint.py)"
+    )
 
 
 if __name__ == "__main__":

@@ -111,6 +111,11 @@ def damage(folder: Path, part: str, change: Callable[[np.ndarray], np.ndarray]) 
     np.save(folder / f"test/all__{part}.npy", change(array))
 
 
+def edit(folder: Path, **changes: object) -> None:
+    path = folder / "test/dataset.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
 FAULTS = {
     "inputs of another length": (lambda f: damage(f, "inputs", lambda a: a[:, :80]), "all__inputs.npy: shape"),
     "a label fewer": (lambda f: damage(f, "labels", lambda a: a[:-1]), "all__labels.npy: shape"),
@@ -128,6 +133,8 @@ FAULTS = {
     ),
     "no settings": (lambda f: (f / "test/dataset.json").unlink(), "dataset.json: No such file"),
     "broken settings": (lambda f: (f / "test/dataset.json").write_text("{"), "dataset.json: not valid JSON"),
+    "a set twice": (lambda f: edit(f, sets=["all", "all"]), "each name once"),
+    "a text for a number": (lambda f: edit(f, vocab_size="11"), "vocab_size='11', a whole number of at least 1"),
     "no vocabulary": (lambda f: (f / "test/dataset.json").write_text('{"seq_len": 81}'), "dataset.json: vocab_size"),
 }
 

@@ -4,6 +4,7 @@ import io
 import pickle
 import re
 import struct
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,11 @@ def read_state(path: Path) -> tuple[dict[str, Tensor], list[str]]:
 
 def _unpickled(path: Path, content: bytes) -> Any:
     try:
-        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        with (
+            warnings.catch_warnings()
+        ):  # of a foreign pickle torch warns in lines of its own; the error below says enough
+            warnings.simplefilter("ignore")
+            return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         asked = re.search(r"GLOBAL ([\w.]+)", str(error))
         if asked is None:
