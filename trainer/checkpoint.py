@@ -48,7 +48,7 @@ class Checkpoint:
         if meta["box_rows"] == 0:
             raise UserError(
                 f"{self.path}: its model reads {meta['seq_len']} cells with {meta['vocab_size']} tokens, which is no "
-                "Sudoku, and only Sudoku can be evaluated and solved"
+                "Sudoku; only Sudoku can be solved, or evaluated from a CSV"
             )
         return Box(meta["box_rows"], meta["box_cols"])
 
